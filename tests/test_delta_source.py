@@ -466,6 +466,8 @@ def test_replay_and_restate_repeat_runs_of_live_table(
     theirs.append(("z", 1, "x"))
     with pytest.raises(RecordsGoneError, match=r"live: expected the Delta table that batch 1 consumed"):
         replay(str(tmp_path / "warehouse"), live, "newer", spark)
+    with pytest.raises(RecordsGoneError, match=r"live: expected the Delta table that batch 1 consumed"):
+        restate(str(tmp_path / "warehouse"), live, "2020-01-01", spark, dry_run=True)
     assert log_of(store(live)) == before
 
 

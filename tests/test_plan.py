@@ -466,7 +466,9 @@ def test_lossy_replays_are_refused(spark: SparkSession, copy: Path) -> None:
         replay_planned(warehouse, other, spark)
     assert {path: path.stat().st_mtime_ns for path in Path(warehouse).rglob("*")} == before
     # the single replay that the message advises
-    replay(warehouse, other[0], "prices_new", spark)
+    told: list[str] = []
+    replay(warehouse, other[0], "prices_new", spark, tell=told.append)
+    assert told[0].startswith("! prices: expected all files that its log was made of, got ")
     swap(warehouse, "prices", "prices_new")
     assert replay_planned(warehouse, other, spark) == {}
 

@@ -35,11 +35,11 @@ from vt_dagster.runs.replay import (
     is_replay,
     lost_records,
     renamed,
-    repeatable,
     replay,
     replay_id,
     require_history,
     require_inputs,
+    require_kept,
     swap,
 )
 from vt_dagster.sources.frame_sources import FrameSource
@@ -340,7 +340,7 @@ def _require_whole(
         return
     command = f"vt-dagster replay {node.name} --into {_beside(node)}"
     instead = f"replay it by itself ({command}), compare and swap"
-    repeatable(node).require_kept(AssetStore(warehouse, node), instead)
+    require_kept(node, AssetStore(warehouse, node), instead)
 
 
 def _require_as_many(live: AssetStore, new: AssetStore) -> None:

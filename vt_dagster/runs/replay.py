@@ -114,6 +114,19 @@ def require_inputs(node: Stream, stores: AssetStores) -> None:
         )
 
 
+def require_kept(node: Stream, live: AssetStore, instead: str) -> None:
+    """Requires that all files or dumps that an asset has consumed still exist.
+
+    Args:
+        instead: the other way out, for the message.
+
+    Raises:
+        SourceError: some do not exist.
+    """
+    if error := repeatable(node).gone(live, instead):
+        raise error
+
+
 # Replay
 
 
@@ -219,8 +232,11 @@ def replay(
         require_inputs(node, stores)
         require_logs(copy, processor_of(copy).plan().consumed, stores, None)
         require_history(copy, stores, None, LONGER)
-    if tell is not None and (warning := erased_keys_warning(live)):
-        tell(warning)
+    if tell is not None:
+        if warning := erased_keys_warning(live):
+            tell(warning)
+        if missing := repeatable(live.node).gone(live, "compare the two before you swap them"):
+            tell(f"! {missing}")
     repeat_runs(copy, stores, live, whose, keep_recorded)
     return AssetStore(warehouse, copy, spark)
 

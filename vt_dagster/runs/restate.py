@@ -39,6 +39,7 @@ from vt_dagster.runs.replay import (
     repeatable,
     require_history,
     require_inputs,
+    require_kept,
     require_logs,
 )
 from vt_dagster.sources.frame_sources import FrameSource
@@ -419,7 +420,7 @@ class _Restatement:
         )
         try:
             repeat_runs(node, stores, self._live(node), whose, keep_recorded=False)
-            repeatable(node).require_kept(self._live(node), instead)
+            require_kept(node, self._live(node), instead)
         except SourceError as error:
             # It cannot be completed. The broker of a topic may only not answer at the moment.
             if isinstance(error, RecordsGoneError) or not isinstance(node.source, KafkaSource):

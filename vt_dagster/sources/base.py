@@ -396,15 +396,14 @@ class Repeatable:
             SourceError: names what was replaced.
         """
 
-    def require_kept(self, live: AssetStore, instead: str) -> None:
-        """Requires that all files or dumps that the live asset has consumed still exist.
+    def gone(self, live: AssetStore, instead: str) -> SourceError | None:
+        """Returns an error that names files or dumps that the live asset has consumed and that no
+        longer exist; None = all exist.
 
         Args:
             instead: the other way out, for the message.
-
-        Raises:
-            SourceError: some do not exist.
         """
+        return None
 
     def counts_records(self, live: AssetStore) -> bool:
         """Returns whether a replay consumes as many records as the live asset. Differences between

@@ -684,8 +684,8 @@ class DeltaSource(Repeatable):
     def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
         """Yields a run for each run of the asset, up to its version; without system times, only the
         runs that a longer one would not equal."""
+        self.require_same(live)
         every = [one for one in commits(live.root) if DELTA in one.taken]
-        self._require_same_table(live, every)
         for commit, after in zip(every, [*every[1:], None], strict=True):
             gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
             # How rows or changes are split into runs does not change the log, but for its system times.
@@ -699,7 +699,8 @@ class DeltaSource(Repeatable):
         if not every:
             yield RepeatedRun()
 
-    def _require_same_table(self, live: AssetStore, every: Sequence[Commit]) -> None:
+    def require_same(self, live: AssetStore) -> None:
+        every = [one for one in commits(live.root) if DELTA in one.taken]
         now = ForeignTable(str(self.path)).id if every else ""
         for commit in every:
             then = commit.topics[DELTA].partition("@")[0]

@@ -894,13 +894,15 @@ class FilesSource(Repeatable):
         left = {f.name for f in new} - {f.name for f in taken}
         return PinnedFiles(self, taken, consumed, batch, sorted(left), memory.other_directory())
 
-    def require_kept(self, live: AssetStore, instead: str) -> None:
-        if gone := Memory(live.consumed_files(live.head()), self.files()).gone():
-            raise SourceError(
-                f"{live.node.name}: expected all files that its log was made of, got "
-                f"{counted(len(gone), 'that is', 'that are')} no longer in {self.path}, for example "
-                f"{gone[0]}: their records would be missing in the new log. Put them back, or {instead}"
-            )
+    def gone(self, live: AssetStore, instead: str) -> SourceError | None:
+        gone = Memory(live.consumed_files(live.head()), self.files()).gone()
+        if not gone:
+            return None
+        return SourceError(
+            f"{live.node.name}: expected all files that its log was made of, got "
+            f"{counted(len(gone), 'that is', 'that are')} no longer in {self.path}, for example "
+            f"{gone[0]}: their records would be missing in the new log. Put them back, or {instead}"
+        )
 
     def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
         """Yields a run for each batch of the asset with the files up to it, if the batch of each is

@@ -543,26 +543,29 @@ class SnapshotSource(Repeatable):
     def counts_records(self, live: AssetStore) -> bool:
         return not all(DUMPS in one.taken for one in commits(live.root) if one.taken)
 
-    def require_kept(self, live: AssetStore, instead: str) -> None:
+    def gone(self, live: AssetStore, instead: str) -> SourceError | None:
         head = live.head()
         if head is None:
-            return
+            return None
         # By name, since a run forgets dumps that are gone.
         last = max(dumps_among(live.consumed_files(head)), default="")
         there = sum(dump.name <= last for dump in self.dumps())
-        if (taken := head.commit.inputs.get(DUMPS, {}).get(0, 0)) > there:
-            raise SourceError(
-                f"{live.node.name}: expected the {counted(taken, 'dump')} that its log was made of, "
-                f"got {there:,} of them in {self.path}: the history of the others would be missing in "
-                f"the new log. Put them back, or {instead}"
-            )
+        taken = head.commit.inputs.get(DUMPS, {}).get(0, 0)
+        if taken <= there:
+            return None
+        return SourceError(
+            f"{live.node.name}: expected the {counted(taken, 'dump')} that its log was made of, got "
+            f"{there:,} of them in {self.path}: the history of the others would be missing in the new "
+            f"log. Put them back, or {instead}"
+        )
 
     def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
         """Yields one run up to the last consumed dump that is there."""
         known = dumps_among(live.consumed_files(head))
         there = [dump.name for dump in self.dumps() if dump.name in known]
-        if known and not there:
-            self.require_kept(live, "replay only the assets derived from it")
+        instead = "replay only the assets derived from it"
+        if known and not there and (error := self.gone(live, instead)) is not None:
+            raise error
         yield RepeatedRun({"dump": there[-1], "accept_shrink": True} if there else {})
 
     # -- dumps -----------------------------------------------------------------------------------
