@@ -113,7 +113,7 @@ def test_breach_alerts_once_and_again_after_recovery(deployment: Deployment) -> 
     deployment.check(sales)
     assert deployment.tick() == "no new breach; 0 known: none"
     ran = deployment.check(sales + LATER)
-    assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+    assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     (alert,) = pager.sent
     assert alert.text == "The newest record is from 2024-01-01T09:00:00Z; the maximum age is 2 hours."
     assert (alert.asset, alert.check, alert.severity) == ("sales", "is_fresh", "ERROR")
@@ -124,26 +124,26 @@ def test_breach_alerts_once_and_again_after_recovery(deployment: Deployment) -> 
 
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
     deployment.check(prices + LATER)  # prices are stale too
-    assert deployment.tick() == "sent 1 alert(s): prices:is_fresh"
+    assert deployment.tick() == "sent 1 alert: prices:is_fresh"
     deployment.check(prices + 2 * LATER)
     assert deployment.tick() == "no new breach; 2 known: prices:is_fresh, sales:is_fresh"
     deployment.check(sales)
     assert deployment.tick() == "no new breach; 0 known: none"
     deployment.check(sales + LATER)
-    assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+    assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     # between two ticks the check passed and failed again: that is another breach
     deployment.check(sales)
     deployment.check(sales + LATER)
-    assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+    assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
     assert pager.keys == ["sales:is_fresh", "prices:is_fresh", "sales:is_fresh", "sales:is_fresh"]
     # a cursor that was lost, or that the sensor did not write: the current breaches are sent again
     for cursor in (None, "somebody's own", "[1]"):
         deployment.cursor = cursor
-        assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+        assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     # ids of another Dagster instance, which had more check results
     deployment.cursor = json.dumps({"sales:is_fresh": 10_000})
-    assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+    assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     assert deployment.tick() == "no new breach; 1 known: sales:is_fresh"
 
 
@@ -159,12 +159,12 @@ def test_failed_alert_is_retried(deployment: Deployment) -> None:
     # One alert is sent, which only a tick that succeeds can store. The next tick fails if it sends
     # none.
     pager.broken = {"prices"}
-    said = "sent 1 alert(s): sales:is_fresh; 1 could not be sent, the next tick tries again"
+    said = "sent 1 alert: sales:is_fresh; 1 could not be sent, the next tick tries again"
     assert deployment.tick() == said
     with pytest.raises(Exception, match="no answer to prices:is_fresh"):
         deployment.tick()
     pager.broken = set()
-    assert deployment.tick() == "sent 1 alert(s): prices:is_fresh"
+    assert deployment.tick() == "sent 1 alert: prices:is_fresh"
     assert pager.keys == ["sales:is_fresh", "prices:is_fresh"]
     # A recovery between failed ticks counts, although a failed tick does not store its cursor.
     deployment.check(NEWEST["sales"])
@@ -174,9 +174,9 @@ def test_failed_alert_is_retried(deployment: Deployment) -> None:
         deployment.tick()
     deployment.check(NEWEST["prices"] + 2 * LATER)
     pager.broken = {"sales"}
-    assert "sent 1 alert(s): prices:is_fresh; 1 could not be sent" in deployment.tick()
+    assert "sent 1 alert: prices:is_fresh; 1 could not be sent" in deployment.tick()
     pager.broken = set()
-    assert deployment.tick() == "sent 1 alert(s): sales:is_fresh"
+    assert deployment.tick() == "sent 1 alert: sales:is_fresh"
     assert deployment.tick() == "no new breach; 2 known: prices:is_fresh, sales:is_fresh"
 
 

@@ -150,8 +150,8 @@ def test_broken_contract_fails_before_commit(spark: SparkSession, tmp_path: Path
     result = market.run([], build_asset(table))
     assert not result.success
     text = messages(result)
-    assert 'known_shop: 2 record(s), for example {"k":"c","v":"pc"' in text
-    assert 'price_names_its_shop: 1 record(s), for example {"k":"b","v":"pa"' in text
+    assert 'known_shop: 2 records, for example {"k":"c","v":"pc"' in text
+    assert 'price_names_its_shop: 1 record, for example {"k":"b","v":"pa"' in text
     assert "is_a_price" not in text
     assert "nothing was committed" in text
     assert "run again; on_contract_break='quarantine' commits the other records" in text
@@ -232,7 +232,7 @@ def test_frame_level_check_fails_run(spark: SparkSession, tmp_path: Path) -> Non
     market.land("prices", "2.jsonl", rows[0], record("b", "pb", "1 01:00"))
     result = market.run([], build_asset(table))
     assert not result.success
-    assert "one_shop: some record(s)" in messages(result)
+    assert "one_shop: some records" in messages(result)
     assert "commits the other records" not in messages(result)
 
 

@@ -352,7 +352,9 @@ def test_changed_consumed_file_is_refused(tmp_path: Path) -> None:
     consumed = source.pin(None).consumed()
     assert source.pending(consumed) == []
     write(tmp_path, "1.jsonl", "{}\n{}\n")
-    with pytest.raises(SourceError, match=r"1 file\(s\) .* changed .* 1\.jsonl: 3 bytes then, 6 now"):
+    with pytest.raises(
+        SourceError, match=r"1 consumed file in .* changed .* 1\.jsonl: 3 bytes then, 6 now"
+    ):
         source.pending(consumed)
     (tmp_path / "1.jsonl").unlink()
     assert source.pending(consumed) == [], "a consumed file may go away"

@@ -143,7 +143,7 @@ def test_first_table_in_python(newcomer: Newcomer) -> None:
     broken = newcomer.lands("2.csv", "product,price,at\napple,-3,2026-02-01T10:00:00Z\n")
     said = newcomer.types("dg launch -f prices.py --assets prices", fails=True)
     assert "nothing was committed" in said
-    assert "price greater_than_or_equal_to(0): 1 record(s), for example" in said
+    assert "price greater_than_or_equal_to(0): 1 record, for example" in said
     broken.write_text("product,price,at\napple,1.3,2026-02-01T10:00:00Z\n")
     newcomer.types("dg launch -f prices.py --assets prices")
 

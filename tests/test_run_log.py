@@ -50,11 +50,11 @@ def test_run_logs_each_step(copy: Market) -> None:
     quarantine = copy.warehouse / "prices" / "quarantine"
     size = (copy.root / "landing" / "prices" / "3.jsonl").stat().st_size
     assert lines.pop("prices") == [
-        f"prices: takes 1 file(s), {size / 1000:.1f} kB: 3.jsonl",
+        f"prices: takes 1 file, {size / 1000:.1f} kB: 3.jsonl",
         "prices: decided: 3 in = 1 applied + 1 late + 1 quarantined",
         "prices: committed batch 3 (log version 2)",
         "prices: view at version 2, of batch 3",
-        f"WARNING prices: 1 bad record(s) were quarantined; see them with their reasons in "
+        f"WARNING prices: 1 bad record was quarantined; see them with their reasons in "
         f"{quarantine}, where batch = 3",
     ]
     assert lines.pop("check_prices") == ["prices: 8 of 8 checks passed"]
@@ -141,7 +141,7 @@ def test_failed_check_logs_expectation(copy: Market) -> None:
     rows.union(rows).write.format("delta").mode("overwrite").save(rates.view_path)
     lines = logged_lines(copy, [copy.rates])
     assert lines["check_rates"][0].startswith(
-        "ERROR rates: expected that no key has two current rows, got 4 offending row(s): see the "
+        "ERROR rates: expected that no key has two current rows, got 4 offending rows: see the "
     )
     assert re.fullmatch(r"rates: \d of \d checks passed", lines["check_rates"][-1])
 

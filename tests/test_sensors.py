@@ -142,7 +142,7 @@ def test_input_of_failed_run_is_not_requested_again(spark: SparkSession, tmp_pat
         asked = evaluate(market, instance=instance)
         tags, failure = {**asked.tags, "dagster/run_key": asked.run_key}, dg.DagsterRunStatus.FAILURE
         failed = instance.create_run_for_job(nothing, tags=tags, status=failure)
-        said = f"1 new file(s): the run {failed.run_id} of this input did not succeed"
+        said = f"1 new file: the run {failed.run_id} of this input did not succeed"
         assert evaluate(market, instance=instance).startswith(said)
         market.land("prices", "1.jsonl", record("a", "p1", "1 00:00"))
         again = evaluate(market, instance=instance)
@@ -178,11 +178,11 @@ def test_repeated_failures_back_off(
         failed = list[dg.DagsterRun]()
         assert [files(fails(number, 0))[-1] for number in (1, 2)] == ["1.jsonl", "2.jsonl"]
         said = fails(3, 50)
-        assert said.startswith("3 new file(s): 2 runs for this batch have failed, the last one is ")
+        assert said.startswith("3 new files: 2 runs for this batch have failed, the last one is ")
         assert failed[-1].run_id in said
         assert ". To run at once, re-execute that run, or materialize the asset" in said
         assert len(files(fails(4, 61))) == 4
-        assert fails(5, 110).startswith("5 new file(s): 3 runs")
+        assert fails(5, 110).startswith("5 new files: 3 runs")
         assert len(files(fails(6, 121))) == 6
         for number in range(7, 20):
             assert len(files(fails(number, 3601))) == number
@@ -228,8 +228,8 @@ def test_changed_file_is_skip_reason(market: Market, tmp_path: Path) -> None:
         said = evaluate(market)
     finally:
         shutil.copy2(kept, landed)
-    assert "1 file(s)" in said
-    assert "changed after they were consumed" in said
+    assert "1 consumed file in" in said
+    assert "changed since, for example" in said
     assert evaluate(market).startswith("no new jsonl files")
 
 

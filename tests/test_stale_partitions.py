@@ -105,7 +105,7 @@ def test_restate_makes_partitions_stale(copy: Reports, capfd: pytest.CaptureFixt
     assert maintain(warehouse, "prices", spark, timedelta(0))["replaced_removed"] == 2
     # the other partitions have read the first log, which is removed now
     assert copy.asked() == [day(2), day(5), day(6)]
-    assert "3 partition(s) are requested, because it is unknown whether prices made them stale: " in (
+    assert "3 partitions are requested, because it is unknown whether prices made them stale: " in (
         said_so := capfd.readouterr().err
     )
     assert UNDECIDABLE["another_log"] in said_so

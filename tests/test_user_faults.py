@@ -389,7 +389,7 @@ def test_file_changed_during_run_fails_it(tmp_path: Path, spark: SparkSession, w
         (where / "jan").unlink()
     if what == "is another":
         (where / "jan").write_text(line("c") + "\n")
-    said = "jan; nothing was committed" if what == "goes" else r"changed while the run read them.*jan"
+    said = "jan; nothing was committed" if what == "goes" else r"changed while the run was reading.*jan"
     with pytest.raises(SourceError, match=said):
         begun.commit(begun.operate(begun.read()))
     assert stores.head() is None
@@ -429,7 +429,7 @@ def test_unreadable_file_fails_run_or_is_quarantined(
     if policy == "fail":
         assert not result.success
         assert "colon:: expected a name without ':'" in messages(result)
-        assert "8 other file(s) are bad" in messages(result)
+        assert "8 other files are bad" in messages(result)
         assert "on_bad_file='quarantine'" in messages(result)
         return
     assert result.success, messages(result)

@@ -365,7 +365,7 @@ def test_aborted_and_open_transactions_are_not_read(
     topics.send(aborted, topic, records([3]))
     aborted.flush(10)
     pipeline.runs_idle(node)
-    assert "2 records consumed; 1 offset(s) are in open transactions, or" in pipeline.tick(node)
+    assert "2 records consumed; 1 offset is in open transactions, or" in pipeline.tick(node)
     aborted.commit_transaction(30)
     monkeypatch.setattr(gate, "CHUNK", -1)  # a large run, which derives places from offsets
     assert pipeline.run(node)["records_in"] == 1

@@ -369,7 +369,7 @@ def test_dry_run_matches_erase(shop: Shop, spark: SparkSession) -> None:
         '{0: 7}: if it is compacted, publish a tombstone of its key, {"customer": …} without a value'
     )
     (events,) = [line for line in told.unreachable if "event storage" in line]
-    assert "Delete the 2 run(s) whose events have the key: run-1, run-2 (dagster run delete)" in events
+    assert "Delete the 2 runs whose events have the key: run-1, run-2 (dagster run delete)" in events
 
 
 def _published(shop: Shop) -> None:

@@ -215,7 +215,9 @@ def _sensor(
         context.update_cursor(json.dumps(still))
         later = f"; {len(errors)} could not be sent, the next tick tries again" if errors else ""
         if delivered:
-            return dg.SkipReason(f"sent {len(delivered)} alert(s): {', '.join(delivered)}{later}")
+            return dg.SkipReason(
+                f"sent {counted(len(delivered), 'alert')}: {', '.join(delivered)}{later}"
+            )
         return dg.SkipReason(f"no new breach; {len(still)} known: {', '.join(still) or 'none'}")
 
     return sense

@@ -23,7 +23,7 @@ from vt_dagster.columns import ARRIVAL, IS_TOMBSTONE, OUTCOME, PARTITION, TIMEST
 from vt_dagster.core.arrival_order import Outcome
 from vt_dagster.core.log_columns import log_columns
 from vt_dagster.core.stream_table_join import TOO_LATE
-from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError
+from vt_dagster.errors import ConcurrentRunError, ContractError, SourceError, TopologyError, counted
 from vt_dagster.orchestration.decorators import (
     Inputs,
     delivered_frames,
@@ -400,7 +400,7 @@ def log_arrival(log: dg.DagsterLogManager, arrival: Arrival) -> None:
     """Logs the input of a run, or that there is none."""
     name = arrival.node.name
     if arrival.not_ready:
-        tables, some = " and ".join(arrival.not_ready), f"{arrival.waiting:,} record(s)"
+        tables, some = " and ".join(arrival.not_ready), counted(arrival.waiting, "record")
         warning = (
             f"holds {some} until {tables} is ready" if arrival.empty else f"goes on though {tables} is"
         )
@@ -455,14 +455,15 @@ def materialized(
     bad = commit.counts.get(Outcome.QUARANTINED, 0)
     if bad:
         context.log.warning(
-            f"{node.name}: {bad:,} bad record(s) were quarantined; see them with their reasons in "
-            f"{store.quarantine_path}, where batch = {commit.batch}"
+            f"{node.name}: {counted(bad, 'bad record was', 'bad records were')} quarantined; see them "
+            f"with their reasons in {store.quarantine_path}, where batch = {commit.batch}"
         )
     late = commit.counts.get(TOO_LATE, 0)
     if late:
         context.log.warning(
-            f"{node.name}: {late:,} row(s) were not corrected, because a record of the table came "
-            f"after corrected_for; see both in {store.quarantine_path}, where batch = {commit.batch}"
+            f"{node.name}: {counted(late, 'row was', 'rows were')} not corrected, because a record of "
+            f"the table came after corrected_for; see both in {store.quarantine_path}, where batch = "
+            f"{commit.batch}"
         )
     if not arrival.empty:
         shown |= pictures(store, arrival, receipt, context.log)

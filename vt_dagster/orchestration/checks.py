@@ -95,8 +95,8 @@ def build_checks(
         for one in found:
             if not one.passed:
                 context.log.error(
-                    f"{node.name}: expected that {promises[one.name]}, got {one.offending:,} offending "
-                    f"row(s): see the sample of the check {one.name}"
+                    f"{node.name}: expected that {promises[one.name]}, got "
+                    f"{counted(one.offending, 'offending row')}: see the sample of the check {one.name}"
                 )
         passed, seconds = sum(one.passed for one in found), time.monotonic() - started
         of = counted(len(found), "check")

@@ -28,7 +28,7 @@ from vt_dagster.columns import OUTCOME
 from vt_dagster.core.arrival_order import Outcome, union
 from vt_dagster.core.processor import RunContext
 from vt_dagster.core.processor_registry import processor_of
-from vt_dagster.errors import ExecutorError, TopologyError
+from vt_dagster.errors import ExecutorError, TopologyError, counted
 from vt_dagster.orchestration.asset import (
     DATA_VERSION,
     ArrivalType,
@@ -440,8 +440,8 @@ def publish_op(
                 return _output(unchanged(context, key, last))
         else:
             context.log.info(
-                f"{publication}: sent {commit.counts['published']:,} record(s) to {sink.describe()}, "
-                f"committed batch {commit.batch} ({seconds:.1f} s)"
+                f"{publication}: sent {counted(commit.counts['published'], 'record')} to "
+                f"{sink.describe()}, committed batch {commit.batch} ({seconds:.1f} s)"
             )
         assert last is not None
         metadata = publication_metadata(last, seconds)

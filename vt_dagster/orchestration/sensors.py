@@ -661,14 +661,14 @@ def _warn_of_partitions(
     gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
     if gone:
         context.log.warning(
-            f"{asset}: {len(gone)} partition(s) may be stale, but their time is before the "
+            f"{asset}: {counted(len(gone), 'partition')} may be stale, but before the "
             f"history of {table}: {', '.join(gone[:10])}"
         )
     unsure = Counter(one.why for one in wrong.values() if one.why in UNDECIDABLE and not one.forgotten)
     for why, count in unsure.items():
         context.log.warning(
-            f"{asset}: {count} partition(s) are requested, because it is unknown whether {table} "
-            f"made them stale: {UNDECIDABLE[why]}"
+            f"{asset}: {counted(count, 'partition is', 'partitions are')} requested, because it is "
+            f"unknown whether {table} made them stale: {UNDECIDABLE[why]}"
         )
 
 

@@ -297,8 +297,8 @@ def key_of(store: AssetStore, values: Sequence[object] | None, where: str | None
         raise StorageError(f"{name}: expected a key or a condition to erase by, got none; give --key")
     if values is not None and len(values) != len(types):
         raise StorageError(
-            f"{name}: expected one --key for each of the key columns {list(types)}, got {len(values)} "
-            "value(s); give one for each column"
+            f"{name}: expected one --key for each of the key columns {list(types)}, got "
+            f"{counted(len(values), 'value')}; give one for each column"
         )
     if where is not None:
         columns = StructType([StructField(k, kind) for k, kind in types.items()])
@@ -766,7 +766,7 @@ def _events(plan: Sequence[KeyColumns], runs: Sequence[str] | None) -> str:
     if runs is None:
         which = "all earlier runs (with DAGSTER_HOME set, an erase by --key finds those with the key)"
     elif runs:
-        which = f"the {len(runs):,} run(s) whose events have the key: {', '.join(runs)}"
+        which = f"the {counted(len(runs), 'run')} whose events have the key: {', '.join(runs)}"
     else:
         return f"Dagster's event storage: no event of a run of these assets has the key ({names})"
     return (

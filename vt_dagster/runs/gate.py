@@ -631,6 +631,10 @@ def misfits(frame: DataFrame, wanted: StructType, more: tuple[str, ...] = ()) ->
     return problems
 
 
+def _some_records(number: int) -> str:
+    return "some records" if number < 0 else counted(number, "record")
+
+
 def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Rule]) -> None:
     """Stops a run before its commit if records break their contract.
 
@@ -650,7 +654,7 @@ def refuse(node: Stream, broken: dict[str, int], rows: DataFrame, rules: list[Ru
             text = as_json(node.schema.names)
             found = with_columns_of(rows, [rule]).where(rule.violated).select(text).first()
             example = f", for example {found[0]}" if found else ""
-        lines.append(f"{name}: {count if count >= 0 else 'some'} record(s){example}")
+        lines.append(f"{name}: {_some_records(count)}{example}")
     instead = ""
     if _may_quarantine(node) and broken.keys() <= {rule.name for rule in contract_of(node)[0]}:
         instead = "; on_contract_break='quarantine' commits the other records"
@@ -713,7 +717,7 @@ def _warn(node: Stream, broken: dict[str, int]) -> None:
     """
     for name, count in broken.items():
         warnings.warn(
-            f"{node.name}: {count if count >= 0 else 'some'} record(s) break the check {name}, which "
+            f"{node.name}: {_some_records(count)} break the check {name}, which "
             "has raise_warning=True; they are not held back",
             stacklevel=2,
         )

@@ -21,7 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vt_dagster.errors import SourceError
+from vt_dagster.errors import SourceError, counted
 from vt_dagster.storage import delta
 from vt_dagster.topology.durations import epoch_micros
 
@@ -357,7 +357,7 @@ def unconsumed(directory: str, memory: Memory) -> list[FileInfo]:
     if changed:
         name, change = next(iter(changed.items()))
         raise SourceError(
-            f"{len(changed)} file(s) in {directory} changed after they were consumed, for "
+            f"{counted(len(changed), 'consumed file')} in {directory} changed since, for "
             f"example {name}: {change}; a file is consumed once, so deliver new records in a new file "
             "and put the old one back"
         )
@@ -415,10 +415,10 @@ def require_untouched(directory: str, taken: Sequence[FileInfo], there: Sequence
     if changed:
         one = changed[0]
         raise SourceError(
-            f"{len(changed)} file(s) in {directory} changed while the run read them, for example "
-            f"{one.name}: {one.size} bytes at its start, {now[one.path].size} at its end; nothing was "
-            "committed. Write a file under a name that begins with '.' and rename it when complete, "
-            "then run again"
+            f"{counted(len(changed), 'file')} in {directory} changed while the run was reading, for "
+            f"example {one.name}: {one.size} bytes at its start, {now[one.path].size} at its end; "
+            "nothing was committed. Write a file under a name that begins with '.' and rename it when "
+            "complete, then run again"
         )
 
 

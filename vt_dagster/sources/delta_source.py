@@ -43,6 +43,7 @@ from vt_dagster.errors import (
     SourceError,
     StorageError,
     StoreUnavailableError,
+    counted,
 )
 from vt_dagster.sources.base import (
     End,
@@ -768,7 +769,7 @@ class DeltaSource(Repeatable):
         if pinned.empty:
             return News()
         number = pinned.end - pinned.first
-        return News({"version": pinned.end - 1}, f"{number:,} new version(s)")
+        return News({"version": pinned.end - 1}, counted(number, "new version"))
 
     def _bounded(self, table: ForeignTable, first: int, newest: int) -> list[Change]:
         """Returns the commits up to a version, limited by ``max_versions_per_run``."""

@@ -741,7 +741,9 @@ class PinnedFiles(Limited):
     def describe(self, schema: StructType) -> list[str]:
         names = ", ".join(f.name for f in self.files[:5])
         more = f" and {len(self.files) - 5:,} more" if len(self.files) > 5 else ""
-        lines = [f"takes {len(self.files):,} file(s), {self.bytes / 1000:,.1f} kB: {names}{more}"]
+        lines = [
+            f"takes {counted(len(self.files), 'file')}, {self.bytes / 1000:,.1f} kB: {names}{more}"
+        ]
         if self.other is not None:
             lines.append(
                 f"!reads {self.source.path} for the first time; earlier runs read {self.other}. If "
@@ -758,9 +760,11 @@ class PinnedFiles(Limited):
         there = {f.path for f in self.source.files()}
         gone = [f.name for f in self.files if f.path not in there]
         if gone:
+            removed = counted(len(gone), "file was", "files were")
             return SourceError(
-                f"{len(gone)} file(s) in {self.source.path} were removed before the run had read "
-                f"them, for example {gone[0]}; nothing was committed. Put them back or run without them"
+                f"{self.source.path}: expected the files of the run, but {removed} removed before it "
+                f"had read them, for example {gone[0]}; nothing was committed. Put them back or run "
+                "without them"
             )
         text = unquote(str(error))
         broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in text), None)
@@ -922,7 +926,7 @@ class FilesSource(Repeatable):
         files = self.pending(consumed)
         if not files:
             return News()
-        names, count = [f.name for f in files], f"{len(files)} new file(s)"
+        names, count = [f.name for f in files], counted(len(files), "new file")
         return News({"files": names}, count, content=stamp_of(files))
 
     def pending(self, consumed: Mapping[str, Any], only: Sequence[str] | None = None) -> list[FileInfo]:
@@ -964,7 +968,11 @@ class FilesSource(Repeatable):
         bad, untyped = self._faults(spark, files, schema)
         if bad and self.on_bad_file == "fail":
             name, fault = next(iter(bad.items()))
-            others = f" (and {len(bad) - 1} other file(s) are bad)" if len(bad) > 1 else ""
+            others = (
+                f" (and {counted(len(bad) - 1, 'other file is', 'other files are')} bad)"
+                if len(bad) > 1
+                else ""
+            )
             raise SourceError(f"{name}: {fault}{others}. Repair or move {repaired}")
         good = [f for f in files if f.name not in bad]
         if not good:

@@ -747,7 +747,7 @@ class PinnedFrames(Limited):
 
     def describe(self, schema: StructType) -> list[str]:
         lines = [
-            f"takes {found.count:,} row(s) of {self.source.describe()}"
+            f"takes {counted(found.count, 'row')} of {self.source.describe()}"
             f"{f': {one.name}' if one.name else ''}"
             for one, found, _ in self.new
         ]

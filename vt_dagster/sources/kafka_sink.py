@@ -165,7 +165,7 @@ def producing(cluster: KafkaCluster, topic: str, header: str) -> Any:
         while len(producer) and not failed and time.monotonic() < until:
             poll(0.1)
         if len(producer) and not failed:
-            failed.append(f"{len(producer)} record(s) not acknowledged within 90 s")
+            failed.append(f"records not acknowledged within 90 s: {len(producer)}")
         producer.purge()
         poll(0)
         if failed:

@@ -495,8 +495,9 @@ class KafkaSource(Repeatable):
             ranges = pinned.ranges  # commit the start offsets, or ``latest`` would move on
         config = {t: {str(p): list(r) for p, r in some.items()} for t, some in ranges.items()}
         if not config:
-            held = f"{pinned.held_back} offset(s) are in open transactions, or behind one"
-            return News(description=held if pinned.held_back else "")
+            held = counted(pinned.held_back, "offset is", "offsets are")
+            why = f"{held} in open transactions, or behind one"
+            return News(description=why if pinned.held_back else "")
         return News({"ranges": config}, f"{counted(records + pinned.behind, 'offset')} behind", records)
 
     def _require_append_time(self) -> None:

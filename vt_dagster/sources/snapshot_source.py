@@ -647,7 +647,7 @@ class SnapshotSource(Repeatable):
         pinned = self.pin(before, consumed=consumed)
         if pinned.dump is None:
             return News()
-        config, count = {"dump": pinned.dump.name}, f"{len(pinned.waiting) + 1} new dump(s)"
+        config, count = {"dump": pinned.dump.name}, counted(len(pinned.waiting) + 1, "new dump")
         return News(config, count, content=stamp_of(pinned.dump.files))
 
     def time_of(self, dump: Dump) -> int | None:

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vt_dagster.errors import SparkUnavailableError
+from vt_dagster.errors import SparkUnavailableError, counted
 
 # These versions depend on each other and on session.JAVA_VERSIONS: after a change, check all.
 _VERSIONS = {"4.0": ("4.4.0", "4.0.0"), "4.1": ("4.4.0", "4.1.1"), "4.2": ("4.4.0", "4.2.0")}
@@ -197,7 +197,7 @@ def _jars_in(directory: Path, coordinates: Sequence[str]) -> list[Path]:
     if missing:
         raise SparkUnavailableError(
             f"Expected {' and '.join(missing)} in {JARS_ENV}={directory}, found "
-            f"{len(jars)} other jar(s) there; copy the missing ones and their dependencies "
+            f"{counted(len(jars), 'other jar')} there; copy the missing ones and their dependencies "
             f"into it, or unset {JARS_ENV} to download them."
         )
     return jars

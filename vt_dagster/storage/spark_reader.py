@@ -34,7 +34,7 @@ from vt_dagster.core import versioned_table
 from vt_dagster.core.arrival_order import by_partition
 from vt_dagster.core.log_columns import log_schema
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import ConcurrentRunError, StorageError
+from vt_dagster.errors import ConcurrentRunError, StorageError, counted
 from vt_dagster.storage import commit_log, delta, parquet
 from vt_dagster.storage.arrow_reader import exchanged, head_of, require_in_place
 from vt_dagster.storage.commit_log import (
@@ -620,4 +620,4 @@ class AssetReader:
 
 
 def _files(count_and_bytes: tuple[int, int]) -> str:
-    return f"{count_and_bytes[0]} file(s) of {count_and_bytes[1]:,} bytes"
+    return f"{counted(count_and_bytes[0], 'file')} of {count_and_bytes[1]:,} bytes"

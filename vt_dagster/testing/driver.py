@@ -57,7 +57,7 @@ from vt_dagster.core.source_records import (
     prepare,
 )
 from vt_dagster.core.stream_table_join import with_finality
-from vt_dagster.errors import ConcurrentRunError, ContractError
+from vt_dagster.errors import ConcurrentRunError, ContractError, counted
 from vt_dagster.runs.pin import Store
 from vt_dagster.runs.run import Receipt, run_once
 from vt_dagster.sources.base import Uncounted
@@ -481,7 +481,7 @@ class Records(Uncounted):
         return {"inputs": {}}
 
     def describe(self, schema: StructType) -> list[str]:
-        return [f"takes {len(self.records)} record(s)"]
+        return [f"takes {counted(len(self.records), 'record')}"]
 
     def explain(self, error: Exception) -> None:
         return None
