@@ -443,7 +443,7 @@ BROKEN = {
     "path": (
         "left: orders",
         "left: my.own.orders",
-        "expected left to be the Python path of an object, like my_project.schemas.Price",
+        "left: expected the Python path of an object, like my_project.schemas.Price",
     ),
     "no node": (
         "left: orders",
@@ -564,6 +564,11 @@ BROKEN = {
         "- name: prices\n      group: a b\n",
         'prices: "a b" is not a valid asset group name',
     ),
+    "key prefix": (
+        "- name: prices\n",
+        "- name: prices\n      key_prefix: shop/e u\n",
+        "'e u' is not a name for a key prefix",
+    ),
     "sensor": ("minimum_interval_seconds: 60", "interval: 60", "'interval' is not known here; "),
     "a part of a setting": (
         "minimum_interval_seconds: 60",
@@ -661,6 +666,25 @@ def test_options_in_yaml_are_no_texts(shop: str) -> None:
         assert clicks.cluster.options == {"socket.timeout.ms": "5000"}
 
 
+def test_templates_of_other_values_than_texts(shop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment variable may provide a number, a boolean, a choice, or a key prefix."""
+    for name, value in {"RUNNING": "true", "SECONDS": "90", "FORMAT": "csv", "PLACE": "a/b"}.items():
+        monkeypatch.setenv(name, value)
+    text = shop.replace("running: true", 'running: "{{ env.RUNNING }}"')
+    text = text.replace("minimum_interval_seconds: 60", 'minimum_interval_seconds: "{{ env.SECONDS }}"')
+    text = text.replace("format: csv", 'format: "{{ env.FORMAT }}"')
+    text = text.replace("- name: makers", '- name: makers\n      key_prefix: "{{ env.PLACE }}"')
+    with project(text) as defs:
+        sensor = defs.resolve_sensor_def("prices_sensor")
+        assert (sensor.minimum_interval_seconds, sensor.default_status.value) == (90, "RUNNING")
+        nodes = {node.name: node for node, _ in declared_nodes(defs)}
+        assert isinstance(prices := nodes["prices"].source, FilesSource)
+        assert prices.format == "csv"
+        assert nodes["makers"].path == ("a", "b", "makers")
+    monkeypatch.setenv("SECONDS", "soon")
+    assert "minimum_interval_seconds: Input should be a valid integer" in errors(text)
+
+
 @pytest.mark.parametrize(
     ("given", "start"),
     [
@@ -755,7 +779,7 @@ attributes:
         resources: Any = defs.resources
         assert resources["vt_dagster_warehouse"].catalog == "lake.bronze"
     alone = "\n".join(line for line in text.splitlines() if "warehouse:" not in line)
-    assert "catalog: expected warehouse in the same file" in errors(alone)
+    assert "attributes.catalog: expected warehouse in the same file, got none" in errors(alone)
     said = errors(text.replace("lake.bronze", "a b"))
     assert "attributes.catalog: WarehouseResource: expected catalog to be a schema" in said
 
@@ -783,6 +807,8 @@ attributes:
     assert "attributes.spark: SparkResource: expected master" in errors(
         text.replace("{spark_config", '{master: "", spark_config')
     )
+    alone = text.replace("  warehouse: here\n", "")
+    assert "attributes.spark: expected warehouse in the same file, got none" in errors(alone)
     with project(text.replace("2g", "2024-01-01")) as defs:
         resources: Any = defs.resources
         assert resources["vt_dagster_spark"].spark_config == {"spark.driver.memory": "2024-01-01"}

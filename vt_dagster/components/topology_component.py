@@ -30,6 +30,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WrapValidator,
     create_model,
     model_validator,
 )
@@ -139,11 +140,41 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_no_boolean, json_schema_input_type=int)]
-Number = Annotated[float, BeforeValidator(_no_boolean, json_schema_input_type=float)]
+def _or_template(kind: Any) -> Any:
+    """Makes the YAML type of a value that is no text, or of a template, which is rendered later."""
+
+    def validated(value: Any, validate: Callable[[Any], Any]) -> Any:
+        return value if is_template(value) else validate(value)
+
+    return Annotated[kind, WrapValidator(validated), _OrTemplate]
+
+
+class _OrTemplate:
+    """Lets editors and `dg check yaml` accept a template, and otherwise name what is expected."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core_schema: Any, handler: Any) -> Any:
+        return {"if": {"type": "string", "pattern": r"\{\{"}, "else": handler(core_schema)}
+
+
+Whole = _or_template(Annotated[int, BeforeValidator(_no_boolean, json_schema_input_type=int)])
+Number = _or_template(Annotated[float, BeforeValidator(_no_boolean, json_schema_input_type=float)])
+Boolean = _or_template(bool)
 DurationText = _text_as(timedelta, as_duration)
 SignedDurationText = _text_as(timedelta, as_signed_duration)
 Texts = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str)]
+
+
+def _as_path(value: Any) -> Any:
+    texts = _as_list(value)
+    if not isinstance(texts, list):
+        return texts
+    parts = [[one] if is_template(one) else str(one).split("/") for one in cast(list[Any], texts)]
+    return [part for some in parts for part in some]
+
+
+PathText = Annotated[list[str], BeforeValidator(_as_path, json_schema_input_type=list[str] | str)]
+"""The parts of a key prefix, or one text like ``shop/eu``."""
 
 
 def _as_texts(value: Any) -> Any:
@@ -361,7 +392,9 @@ def _yaml_type(hint: Any, types: Mapping[Any, Any]) -> Any:
     for member in members:
         if member in numbers:
             return numbers[member]
-        if member in (str, bool, dict[str, Any]) or get_origin(member) is Literal:
+        if member is bool or get_origin(member) is Literal:
+            return _or_template(member)
+        if member in (str, dict[str, Any]):
             return member
         of_texts = get_origin(member) is Mapping and get_args(member)[0] is str
         if of_texts or member == dict[str, str]:
@@ -418,7 +451,7 @@ _Settings = create_model(
     __base__=Part,
     __doc__="A column: its type as text, or its type and checks of its values.",
     type=(str, Field(description=f"A Spark type: {', '.join(_TYPES)}, decimal(p,s), array<…>")),
-    nullable=(bool, Field(default=False, description="Whether the column may be null.")),
+    nullable=(Boolean, Field(default=False, description="Whether the column may be null.")),
     description=setting(str, "Shown in Dagster."),
     **_CHECKS,
 )
@@ -733,7 +766,7 @@ AssetPart: type[Choice] = choice(
     description=setting(str),
     group=setting(str),
     owners=setting(Texts),
-    key_prefix=setting(Texts),
+    key_prefix=setting(PathText),
     freshness=setting(
         _duration_or("every_run", "on_growth"),
         "How far a table's view may lag behind its log: on_growth, every_run, or 1h.",
@@ -883,7 +916,9 @@ class TopologyComponent(dg.Component):
     def load(cls, attributes: Any, context: dg.ComponentLoadContext) -> TopologyComponent:
         """Renders templates, which Dagster leaves to the component, and validates the result."""
         here = context.resolution_context.at_path("attributes")
-        given = (attributes or TopologyAttributes(assets=[])).model_dump(exclude_unset=True)
+        # Without warnings: a template is a text where a number may be expected.
+        made = attributes or TopologyAttributes(assets=[])
+        given = made.model_dump(exclude_unset=True, warnings=False)
         try:
             made = TopologyAttributes.model_validate(_rendered(given, here))
         except ValidationError as error:
@@ -897,13 +932,14 @@ class TopologyComponent(dg.Component):
         resources = None
         if self.attributes.warehouse is not None:
             resources = self._resources(self.attributes.warehouse)
-        if self.attributes.catalog is not None:
-            if resources is None:
-                raise DefinitionsError(
-                    "catalog: expected warehouse in the same file, got none: catalog registers the "
-                    "tables of that warehouse by name; add warehouse, or remove catalog and pass "
-                    "build_resources a WarehouseResource(catalog=…)"
+        for name in ("catalog", "spark"):
+            if resources is None and getattr(self.attributes, name) is not None:
+                said = (
+                    "expected warehouse in the same file, got none; add warehouse, or remove "
+                    f"{name} and set it in the project's build_resources"
                 )
+                raise DefinitionsError(_placed(self._position, (name,), said))
+        if self.attributes.catalog is not None:
             require_names(nodes.values())
         made = dg.Definitions(
             sensors=[
@@ -1078,12 +1114,14 @@ class _Builder:
             return getattr(importlib.import_module(module or ".", self._module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise DefinitionsError(
-                f"expected {setting} to be the Python path of an object, like my_project.schemas.Price,"
-                f" got {path!r}: {error}"
+                f"{setting}: expected the Python path of an object, like my_project.schemas.Price, got "
+                f"{path!r}: {error}"
             ) from None
 
     def _nearest(self, path: tuple[Any, ...], about: Part, message: str) -> tuple[Any, ...]:
         """Returns the path of the setting that a message names first, or that of the entry."""
+        if re.search(r"(?<![\w.])key[_ ]prefix(?![\w.])", message):  # of the entry itself
+            return (*path[:-1], "key_prefix")
         matches = [
             (re.search(rf"(?<![\w.]){words}(?![\w.])", message), p) for p, words in _settings(about)
         ]
