@@ -21,11 +21,13 @@ from vt_dagster import (
     HoppingWindow,
     SessionWindow,
     SlidingWindow,
+    SparkResource,
     TopologyError,
     TumblingWindow,
     UntilWindowCloses,
     build_asset,
     build_definitions,
+    build_resources,
     ops,
 )
 from vt_dagster.columns import OUTCOME, RECORDED_AT
@@ -383,3 +385,11 @@ def test_graph_replaces_asset(spark: SparkSession, tmp_path: Path) -> None:
         build_definitions(market.rates, graph_assets=[graph], **where)
     with pytest.raises(TopologyError, match="got a second one"):
         build_definitions(market.priced, graph_assets=[graph, graph], **where)
+
+
+def test_op_is_called_directly(market: Market) -> None:
+    """As in a user's test, with a context without a run."""
+    resources = build_resources(str(market.warehouse), SparkResource(master="local[2]"))
+    with dg.build_op_context(resources=resources) as context:
+        records, arrival = ops.read_op(market.prices)(context)
+        assert (arrival.empty, records.count()) == (True, 0)

@@ -288,7 +288,7 @@ def _require_one_process(context: dg.OpExecutionContext) -> None:
         executor = context.job_def.executor_def.name
         run_config: Any = context.run_config
         config = run_config.get("execution", {}).get("config", {})
-    except dg.DagsterInvalidPropertyError:  # the op is called directly, in a test
+    except dg.DagsterError:  # the op is called directly, in a test
         return
     default = executor == "multi_or_in_process_executor" and "in_process" not in config
     if default or executor == "multiprocess":
