@@ -162,6 +162,21 @@ def test_translator_cannot_change_key_or_partitions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kinds": "silver"}, "kinds to be a set or a list of texts, got 'silver'"),
+        ({"owners": "team:shop"}, "owners to be a list of texts, got 'team:shop'"),
+        ({"metadata": ["runbook"]}, r"metadata to be a mapping, got \['runbook'\]"),
+        ({"freshness_policy": timedelta(hours=1)}, "freshness_policy to be a FreshnessPolicy, got"),
+    ],
+)
+def test_attributes_of_other_types_are_refused(tmp_path: Path, given: Any, said: str) -> None:
+    """Letters of a text would be kinds; Dagster names no argument of the others."""
+    with pytest.raises(TopologyError, match=f"shop/sales: expected {said}"):
+        build_definitions(Shop(tmp_path).sales, **given)
+
+
+@pytest.mark.parametrize(
     ("prefix", "said"),
     [
         ("../up", "'..' is not a name for a key prefix"),

@@ -16,7 +16,7 @@ from vt_dagster.orchestration.decorators import partitions_of
 from vt_dagster.orchestration.metadata import definition_metadata, summary
 from vt_dagster.storage.schema_evolution import shape_of
 from vt_dagster.topology.model import Stream
-from vt_dagster.topology.options import definition_of
+from vt_dagster.topology.options import check_items, definition_of
 from vt_dagster.topology.specification import without_layout
 
 _KIND = "dagster/kind/"
@@ -34,7 +34,7 @@ class SpecAttributes(TypedDict, total=False):
 
     tags: Mapping[str, str]
     owners: Sequence[str]
-    kinds: set[str]
+    kinds: set[str] | Sequence[str]
     metadata: Mapping[str, Any]
     description: str
     group_name: str
@@ -116,7 +116,7 @@ def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, 
     """Returns a spec, with attributes merged in, as the arguments of ``dagster.asset``.
 
     Raises:
-        TopologyError: an attribute is not one of :class:`SpecAttributes`.
+        TopologyError: an attribute is not one of :class:`SpecAttributes`, or of another type.
     """
     odd = sorted(attributes.keys() - SpecAttributes.__annotations__.keys())
     if odd:
@@ -125,7 +125,9 @@ def spec_arguments(spec: dg.AssetSpec, attributes: SpecAttributes) -> dict[str, 
             f"{', '.join(SpecAttributes.__annotations__)}, got {', '.join(odd)}; correct or leave them "
             "out. Partitions are set by a decorated function or an AssetSource"
         )
-    added = {name: value for name, value in attributes.items() if name in _ADDED}
+    given: dict[str, Any] = {name: value for name, value in attributes.items() if value is not None}
+    check_items(spec.key.to_user_string(), given, SpecAttributes)
+    added = {name: value for name, value in given.items() if name in _ADDED}
     others: dict[str, Any] = {n: v for n, v in attributes.items() if n not in _ADDED}
     spec = spec.merge_attributes(**added).replace_attributes(**others)  # pyright: ignore[reportArgumentType]
     tags = {name: value for name, value in spec.tags.items() if not name.startswith(_KIND)}

@@ -144,6 +144,17 @@ def check_arguments(
     return decorate
 
 
+def check_items(owner: str, given: Mapping[str, Any], declared: type) -> None:
+    """Checks that the items of a mapping have the types that a TypedDict declares.
+
+    Raises:
+        TopologyError: an item of another type.
+    """
+    for name, value in given.items():
+        if not _fits(value, _hints(declared)[name]):
+            raise TopologyError(_wrong(owner, name, _hints(declared)[name], repr(value)))
+
+
 def _wrong(owner: str, name: str, hint: Any, got: str) -> str:
     return f"{owner}: expected {name} to be {_in_words(hint)}, got {got}; correct it"
 
