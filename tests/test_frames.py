@@ -248,7 +248,8 @@ def test_local_column_of_other_type_is_refused(kind: T.DataType, values: Any) ->
 
 def test_empty_frame_is_no_new_input(spark: SparkSession) -> None:
     empty = [None, PANDAS.iloc[:0], pl.DataFrame(COLUMNS).clear(), spark.createDataFrame([], SCHEMA)]
-    assert frame_source(*empty).pin(None).empty
+    of_no_records = [pd.DataFrame([]), pl.DataFrame([]), pa.table({})]
+    assert frame_source(*empty, *of_no_records).pin(None).empty
 
 
 def test_digest_ignores_row_order(spark: SparkSession) -> None:

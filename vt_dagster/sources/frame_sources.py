@@ -112,6 +112,8 @@ def local_frame(name: str, value: Any, schema: StructType) -> LocalFrame | None:
     table = _as_arrow(name, value)
     if table is None:
         return None
+    if not table.column_names and not table.num_rows:  # pd.DataFrame([]): no records, no columns
+        table = arrow_schema(schema).empty_table()
     require_once(name, table.column_names)
     extra = require_columns(name, table.column_names, schema)
     wanted, columns, bad = arrow_schema(schema), dict[str, pa.ChunkedArray](), set[int]()
