@@ -177,6 +177,24 @@ def test_check_of_real_tables(market: Market, tmp_path: Path) -> None:
     assert not found["every_record_is_accounted_for"].stops
 
 
+def test_check_of_empty_warehouse_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rates.py"
+    path.write_text(RATES.format(root=tmp_path), encoding="utf-8")
+    result = CliRunner().invoke(app, ["check", "--file", str(path)], env={"COLUMNS": "300"})
+    assert (result.exit_code, result.output.count("passed")) == (0, 2)
+    said = f"rates: its checks looked at nothing: there are no tables in {tmp_path / 'rates'}"
+    assert result.output.count(said) == 1
+
+
+RATES = """
+from tests.market import RECORD
+from vt_dagster import FilesSource, Table, build_definitions
+
+rates = Table("rates", key="k", schema=RECORD, timestamp="at", source=FilesSource("landing"))
+defs = build_definitions(rates, warehouse="{root}")
+"""
+
+
 def test_run_omits_assets_with_partitions(project_dir: Path) -> None:
     """Such assets may have different partitions, of which Dagster makes no job."""
     (project_dir / "defs_of_partitions.py").write_text("""

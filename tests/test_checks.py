@@ -223,7 +223,11 @@ def test_checks_pass_before_first_commit(market: Market, tmp_path: Path) -> None
         (tmp_path / "landing" / name).mkdir(parents=True)
     result = empty.run([empty.prices, empty.rates])
     assert result.success
-    assert all(e.passed for e in checks(result).values())
+    found = checks(result)
+    assert all(e.passed for e in found.values())
+    of_rates = [e for e in found.values() if e.asset_key.path == ["rates"]]
+    (said,) = {str(e.metadata["looked_at"].value) for e in of_rates}
+    assert said == f"nothing: there are no tables in {empty.warehouse / 'rates'}"
 
 
 def corrupt(market: Market, asset: str, table: str, *changes: Callable[[DataFrame], DataFrame]) -> None:

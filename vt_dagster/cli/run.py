@@ -49,6 +49,7 @@ from vt_dagster.errors import DefinitionsError, TopologyError, VtDagsterError, c
 from vt_dagster.orchestration.metadata import records_of
 from vt_dagster.orchestration.resources import declared_nodes, warehouse_key
 from vt_dagster.orchestration.sensors import partitioned
+from vt_dagster.runs.audit import NO_TABLES
 from vt_dagster.storage.delta import place_of, require_writable
 from vt_dagster.storage.read import read
 from vt_dagster.storage.values import texts
@@ -73,6 +74,7 @@ class CheckResult:
     text: str = ""
     offending: int | None = None
     sample: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    looked_at: str = ""
 
     @property
     def stops(self) -> bool:
@@ -467,9 +469,9 @@ def _result(
     asset = spec.asset_key.to_user_string()
     if evaluation is None:
         return CheckResult(asset, spec.name, "broken", error)
-    if evaluation.passed:
-        return CheckResult(asset, spec.name, "passed")
     values: dict[str, Any] = {name: value.value for name, value in evaluation.metadata.items()}
+    if evaluation.passed:
+        return CheckResult(asset, spec.name, "passed", looked_at=str(values.get("looked_at", "")))
     tables = [v for v in evaluation.metadata.values() if isinstance(v, dg.TableMetadataValue)]
     sample = [dict(record.data) for table in tables[:1] for record in table.records]
     verdict: Verdict = "warned" if evaluation.severity == dg.AssetCheckSeverity.WARN else "failed"
@@ -504,6 +506,10 @@ def _print(results: list[CheckResult], console: Console) -> None:
         offending = "" if one.offending is None else f"{one.offending:,}"
         table.add_row(Text(one.asset), Text(one.name), Text(one.verdict, colour), Text(offending))
     console.print(table)
+    # It may be the wrong warehouse, or one that is relative to another working directory.
+    for asset, at in dict.fromkeys((one.asset, one.looked_at) for one in results):
+        if at.startswith(NO_TABLES):
+            console.print(f"{asset}: its checks looked at {at}", markup=False, highlight=False)
     for one in results:
         if one.text:
             console.print(f"{one.asset}: {one.name}: {one.text}", markup=False, highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from vt_dagster.topology.model import Stream, Table, VersionedTable
 
 SAMPLE = 10
 EVERYTHING = "everything"
+NO_TABLES = "nothing: there are no tables in "
 _TRIES = 5
 """Number of attempts per audit. If a run commits during an audit, the audit may read two states and
 fail, so a failed one is repeated."""
@@ -142,7 +144,8 @@ def _audited(store: AssetStore, run_id: str | None) -> list[Finding]:
     there = store.snapshot(as_stored=True)
     head = there.head
     if head is None:
-        return [Finding(check.name, 0, []) for check in checks_of(store.node)]
+        nothing = f"{NO_TABLES}{posixpath.dirname(store.log_path)}"
+        return [Finding(check.name, 0, [], looked_at=nothing) for check in checks_of(store.node)]
     scope = None
     if run_id is not None and head.commit.run_id == run_id:
         scope = _scope_of_batch(store, head, there.base)
