@@ -437,6 +437,11 @@ BROKEN = {
         "{{ env.NOT_SET }}",
         "expected a value of {{ env.NOT_SET }}, got none; set the environment variable",
     ),
+    "variable within a text": (
+        "bootstrap_servers: broker:9093",
+        'bootstrap_servers: "{{ env.NOT_THERE }}:9093"',
+        "expected a value of {{ env.NOT_THERE }}:9093, got none; set the environment variable",
+    ),
     "rendered": ("{{ env.RETENTION }}", "{{ 'long' + 'er' }}", "expected a length of time like 7d"),
     "key": ("key: product", "key: produkt", "key columns ['produkt'] are not in the schema"),
     "input": ("left: orders", "left: order", "expected one of the assets of this file (alerts, board,"),

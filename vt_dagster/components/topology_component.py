@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -986,7 +987,9 @@ def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
     if not is_template(value):
         return value
     found = context.resolve_value(value)
-    if found is None:
+    # Within a text, a variable that is not set would become the word None.
+    variables = re.findall(r"\{\{\s*env\.(\w+)\s*\}\}", value)
+    if found is None or not {*variables} <= {*os.environ}:
         said = f"expected a value of {value}, got none; set the environment variable, or a value"
         raise DefinitionsError(_placed(context, (), said))
     return found
