@@ -161,6 +161,19 @@ def test_results_are_stored_in_instance(project_dir: Path, monkeypatch: pytest.M
     assert record.dagster_run.job_name == "vt_dagster_check"
 
 
+@pytest.mark.parametrize("home", ["missing", "broken"])
+def test_unusable_instance_is_refused(
+    project_dir: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    (project_dir / "broken").mkdir()
+    (project_dir / "broken" / "dagster.yaml").write_text("storage: [")
+    (project_dir / "defs_of_check.py").write_text(WHOLE)
+    monkeypatch.setenv("DAGSTER_HOME", str(project_dir / home))
+    code, said = check("-f", "defs_of_check.py")
+    assert code == 2
+    assert f"DAGSTER_HOME: expected a Dagster instance in {project_dir / home}, got: " in said
+
+
 def test_check_of_real_tables(market: Market, tmp_path: Path) -> None:
     """All checks of a healthy market pass. After another writer duplicated the rows of a view, the
     check for duplicate versions fails."""

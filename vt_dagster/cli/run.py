@@ -454,12 +454,23 @@ def selected(graph: Any, selection: str) -> set[dg.AssetKey]:
 
 @contextmanager
 def instance_of() -> Iterator[dg.DagsterInstance]:
-    """Yields the Dagster instance of ``DAGSTER_HOME``; an ephemeral one if that is not set."""
+    """Yields the Dagster instance of ``DAGSTER_HOME``; an ephemeral one if that is not set.
+
+    Raises:
+        DefinitionsError: the directory or its dagster.yaml is not valid.
+    """
     with warnings.catch_warnings():
         # With handlers in dagster.yaml, Dagster warns in each run that they are beta.
         warnings.filterwarnings("ignore", "Handling yaml-defined logging configuration")
-        set_up = os.environ.get("DAGSTER_HOME")
-        with dg.DagsterInstance.get() if set_up else dg.DagsterInstance.ephemeral() as instance:
+        home = os.environ.get("DAGSTER_HOME")
+        try:
+            found = dg.DagsterInstance.get() if home else dg.DagsterInstance.ephemeral()
+        except Exception as error:  # Dagster's, YAML's, or that of a database
+            raise DefinitionsError(
+                f"DAGSTER_HOME: expected a Dagster instance in {home}, got: "
+                f"{' '.join(str(error).split())}; correct it, or unset the variable"
+            ) from error
+        with found as instance:
             yield instance
 
 

@@ -36,6 +36,7 @@ from vt_dagster.cli.run import (
     DefinitionsFile,
     DefinitionsModule,
     Topology,
+    instance_of,
     load_locations,
     load_topology,
 )
@@ -333,7 +334,7 @@ def _runs_with(nodes: Sequence[Stream], key: Sequence[str]) -> list[str] | None:
     """Returns the Dagster runs whose events contain a key; None if DAGSTER_HOME is not set."""
     if not os.environ.get("DAGSTER_HOME"):
         return None
-    with dg.DagsterInstance.get() as instance:
+    with instance_of() as instance:
         return runs_with(instance, [dg.AssetKey(node.path) for node in nodes], key)
 
 
