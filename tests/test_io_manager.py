@@ -3,7 +3,7 @@
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import dagster as dg
 import duckdb
@@ -22,7 +22,7 @@ from vt_dagster.topology.durations import in_utc, parse_time
 pytestmark = pytest.mark.usefixtures("few_rows")
 
 
-def run_reading_asset(market: Market, upstream: str, metadata: dict[str, str] | None = None) -> Any:
+def run_reading_asset(market: Market, upstream: str, metadata: dict[str, Any] | None = None) -> Any:
     """Materializes an asset that reads a table; returns the run's result and the rows it read."""
     rows: list[Any] = []
 
@@ -70,7 +70,11 @@ def test_as_of_now_is_recorded_in_metadata(market: Market, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "kind", [pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, duckdb.DuckDBPyRelation]
+    "kind",
+    [
+        *(pd.DataFrame, pl.DataFrame, pl.LazyFrame, pa.Table, duckdb.DuckDBPyRelation),
+        Optional[pl.DataFrame],  # noqa: UP045
+    ],
 )
 def test_input_type_follows_annotation(market: Market, kind: Any) -> None:
     got: list[Any] = []
@@ -232,10 +236,11 @@ def test_log_of_a_table_has_every_record(market: Market) -> None:
         ("rates", {"vt_dagster/as_of": "2024-01-01"}, "as_of needs a VersionedTable"),
         ("prices", {"vt_dagster/read": "latest"}, "got 'latest'"),
         ("prices", {"vt_dagster/as_of": "yesterday"}, "expected a time like"),
+        ("prices", {"vt_dagster/as_of": 2024}, "expected vt_dagster/as_of in an input's metadata"),
     ],
 )
 def test_invalid_metadata_is_refused(
-    market: Market, upstream: str, metadata: dict[str, str], said: str
+    market: Market, upstream: str, metadata: dict[str, Any], said: str
 ) -> None:
     result, _ = run_reading_asset(market, upstream, metadata)
     assert not result.success

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import dagster as dg
 
@@ -122,6 +122,9 @@ class TablesIOManager(dg.IOManager):
             if warning is not None:
                 context.log.warning(warning)
         kind = context.dagster_type.typing_type
+        of_optional = get_args(kind)
+        if of_optional[1:] == (type(None),):
+            kind = of_optional[0]
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])
         if library is None:
@@ -149,9 +152,14 @@ def _record_read(context: dg.InputContext, read: Read) -> None:
             step.add_output_metadata({READS: {**before, context.name: read.as_json}}, output.name)
 
 
-def _time(context: dg.InputContext, name: str, option: str, wanted: str | None) -> str | None:
+def _time(context: dg.InputContext, name: str, option: str, wanted: Any) -> str | None:
     """Returns the time set in an input's metadata; for ``partition_end`` the last moment of the run's
     partition."""
+    if wanted is not None and not isinstance(wanted, str):
+        raise ContractError(
+            f"{name}: expected {option} in an input's metadata to be a text, got {wanted!r}; set for "
+            "example '2013-07-01T12:00:00Z'"
+        )
     if wanted != PARTITION_END:
         return wanted
     try:
