@@ -13,7 +13,7 @@ from tests.market import Market
 from vt_dagster import SparkResource, build_definitions
 from vt_dagster.cli import app
 from vt_dagster.cli.run import run_checks
-from vt_dagster.errors import DefinitionsError
+from vt_dagster.errors import DefinitionsError, TopologyError
 
 DEFINITIONS = """
 import dagster as dg
@@ -197,6 +197,30 @@ def test_check_of_empty_warehouse_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.output.count("passed")) == (0, 2)
     said = f"rates: its checks looked at nothing: there are no tables in {tmp_path / 'rates'}"
     assert result.output.count(said) == 1
+
+
+def test_warehouse_of_variable_that_is_not_valid(
+    project_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RATES.replace('"{root}"', 'dg.EnvVar("LAKE")')
+    (project_dir / "rates.py").write_text(f"import dagster as dg\n{text}", encoding="utf-8")
+    monkeypatch.delenv("LAKE", raising=False)
+    for command in ("check", "plan", "run"):
+        done = CliRunner().invoke(app, [command, "-f", "rates.py"])
+        assert isinstance(done.exception, DefinitionsError), done.exception
+        assert 'environment variable "LAKE" which is not set' in str(done.exception)
+        assert "Stack Trace" not in str(done.exception)
+    monkeypatch.setenv("LAKE", "foo://lake")
+    said = "WarehouseResource: path: expected a directory, or a URL that begins with"
+    done = CliRunner().invoke(app, ["plan", "-f", "rates.py"])
+    assert isinstance(done.exception, TopologyError)
+    for command in ("check", "run"):
+        done = CliRunner().invoke(app, [command, "-f", "rates.py"], env={"COLUMNS": "300"})
+        assert done.exit_code == 1
+        assert said in done.output
+    failing = "import dagster as dg\n\n@dg.asset\ndef one(): raise ValueError('no')\n"
+    (project_dir / "one.py").write_text(f"{failing}defs = dg.Definitions([one])", encoding="utf-8")
+    assert CliRunner().invoke(app, ["run", "-f", "one.py"]).output.count("ValueError: no") == 1
 
 
 RATES = """

@@ -231,9 +231,30 @@ def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
     key = warehouse_key(prefix)
     if key not in (defs.resources or {}):
         return None
-    with dg.build_resources({key: (defs.resources or {})[key]}) as resources:
+    with _accepted(), dg.build_resources({key: (defs.resources or {})[key]}) as resources:
         # Dagster has resolved environment variables in the path.
         return place_of(getattr(resources, key).path)
+
+
+@contextmanager
+def _accepted() -> Iterator[None]:
+    """Turns an error of Dagster about resources or run config into one without a traceback.
+
+    Raises:
+        DefinitionsError: Dagster does not accept them: for example, an environment variable is not set.
+    """
+    try:
+        yield
+    except dg.DagsterError as error:
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        if isinstance(root, VtDagsterError):
+            raise root from None
+        text = " ".join(str(root).partition("\n\nStack Trace:")[0].split())
+        raise DefinitionsError(
+            f"expected resources and run config that Dagster accepts, got: {text}; correct them"
+        ) from error
 
 
 def load_locations(file: Path | None, module: str | None, variables: bool = False) -> list[Location]:
@@ -408,7 +429,7 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
         _result(
             done.get((key.asset_key, key.name)),
             graph.get_check_spec(key),
-            errors.get(graph.assets_def_for_key(key).node_def.name, "it did not run"),
+            errors.get(graph.assets_def_for_key(key).node_def.name, errors.get("", "it did not run")),
         )
         for key in sorted(chosen, key=lambda key: (key.asset_key.to_user_string(), key.name))
     ]
@@ -430,9 +451,10 @@ def execute_quietly(
     """
     quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     config = quiet if "console" in job.loggers else {}  # Definitions may have other loggers
-    return job.execute_in_process(
-        instance=instance, run_config=config, raise_on_error=False, asset_selection=keys
-    )
+    with _accepted():
+        return job.execute_in_process(
+            instance=instance, run_config=config, raise_on_error=False, asset_selection=keys
+        )
 
 
 def selected(graph: Any, selection: str) -> set[dg.AssetKey]:
@@ -497,10 +519,15 @@ def _result(
 
 
 def errors_of(result: dg.ExecuteInProcessResult) -> Iterator[tuple[str, str]]:
-    """Yields the name of each failed step and its root error, on one line."""
+    """Yields the name of each failed step and its root error, on one line; of a run without a step,
+    whose resources failed, an empty name."""
     for event in result.all_events:
-        if event.is_step_failure and event.step_failure_data.error is not None:
+        error = None
+        if event.is_step_failure:
             error = event.step_failure_data.error
+        elif event.is_run_failure and event.job_failure_data.first_step_failure_event is None:
+            error = event.job_failure_data.error
+        if error is not None:
             while error.cause is not None:
                 error = error.cause
             yield event.step_key or "", " ".join(error.message.split())
@@ -665,7 +692,7 @@ def _report(result: dg.ExecuteInProcessResult, graph: Any, keys: set[dg.AssetKey
     if checks:
         typer.echo(f"checks: {len(checks) - len(broken)} of {len(checks)} passed")
     for step, error in errors_of(result):
-        typer.echo(f"{step}: {error}", err=True)
+        typer.echo(f"{step}: {error}" if step else error, err=True)
     for event in events:
         if not any(child in keys for child in graph.get(event.asset_key).child_keys):
             _show(event.materialization, most)
