@@ -259,10 +259,20 @@ def _asset(partitions: Any = DAYS, **metadata: Any) -> Any:
 def run_unpartitioned() -> None: ...
 
 
+@dg.op
+def counted(prices: pl.DataFrame) -> None: ...
+
+
+@dg.graph_asset(partitions_def=DAYS, ins={"prices": dg.AssetIn(metadata=AS_OF)})
+def of_graph(prices: Any) -> Any:
+    return counted(prices)
+
+
 @pytest.mark.parametrize(
     ("report", "reads", "said"),
     [
         (_asset(None, **AS_OF), "prices", "report: expected one asset with partitions"),
+        (of_graph, "prices", "of_graph: expected an asset of one op, got a graph asset"),
         (_asset(), "prices", "expected an input that reads prices as of a time"),
         (run_unpartitioned, "prices", "run_unpartitioned: expected an input that reads prices"),
         (

@@ -437,8 +437,8 @@ def build_partition_sensor(
         resource_prefix: as in :func:`build_asset`; needs only the warehouse resource.
 
     Raises:
-        TopologyError: the asset has no partitions, does not read the table as of a time, or reads it as
-            of the end of a partition that is not one of time.
+        TopologyError: the asset is a graph or has no partitions, does not read the table as of a time,
+            or reads it as of the end of a partition that is not one of time.
     """
     key, partitions, inputs = _require_reader(report, reads)
     table = "/".join(reads.path)
@@ -499,6 +499,11 @@ def _require_reader(
         raise TopologyError(
             f"{named}: expected one asset with partitions that a sensor can request, got {what}; give "
             "it a partitions_def such as dagster.DailyPartitionsDefinition"
+        )
+    if not isinstance(report.node_def, dg.OpDefinition):
+        raise TopologyError(
+            f"{named}: expected an asset of one op, got a graph asset, whose inputs have no metadata "
+            "in Dagster; read the table in an asset of its own, before the graph"
         )
     if not isinstance(reads, VersionedTable):
         materialized = "materialized=Materialized(history_retention=...)"
