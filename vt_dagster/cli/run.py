@@ -231,13 +231,13 @@ def _warehouse_of(defs: dg.Definitions, prefix: str) -> str | None:
     key = warehouse_key(prefix)
     if key not in (defs.resources or {}):
         return None
-    with _accepted(), dg.build_resources({key: (defs.resources or {})[key]}) as resources:
+    with accepted(), dg.build_resources({key: (defs.resources or {})[key]}) as resources:
         # Dagster has resolved environment variables in the path.
         return place_of(getattr(resources, key).path)
 
 
 @contextmanager
-def _accepted() -> Iterator[None]:
+def accepted() -> Iterator[None]:
     """Turns an error of Dagster about resources or run config into one without a traceback.
 
     Raises:
@@ -451,7 +451,7 @@ def execute_quietly(
     """
     quiet = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
     config = quiet if "console" in job.loggers else {}  # Definitions may have other loggers
-    with _accepted():
+    with accepted():
         return job.execute_in_process(
             instance=instance, run_config=config, raise_on_error=False, asset_selection=keys
         )

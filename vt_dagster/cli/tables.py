@@ -36,6 +36,7 @@ from vt_dagster.cli.run import (
     DefinitionsFile,
     DefinitionsModule,
     Topology,
+    accepted,
     instance_of,
     load_locations,
     load_topology,
@@ -588,7 +589,7 @@ def catalog(
         )
     for every, prefix in places:
         wanted = {key: every[key] for key in (warehouse_key(prefix), spark_key(prefix))}
-        with dg.build_resources(wanted) as resources:
+        with accepted(), dg.build_resources(wanted) as resources:
             where: WarehouseResource = getattr(resources, warehouse_key(prefix))
             spark = session_of(getattr(resources, spark_key(prefix)))
             assert where.catalog is not None
