@@ -315,6 +315,8 @@ def test_each_operator_has_an_op(tmp_path: Path) -> None:
             else:
                 with pytest.raises(TopologyError, match=" -> ".join(steps_of(node))):
                     op(node)
+    with pytest.raises(TopologyError, match="got the result of an operator; take one of its inputs"):
+        ops.read_op(nodes["no_grace"])
     with pytest.raises(TopologyError, match="read it with read_op"):
         ops.filter_op(market.prices)
     with pytest.raises(TopologyError, match=r"no_grace.*got grace_buffer_op"):

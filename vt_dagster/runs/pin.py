@@ -487,6 +487,11 @@ def source_of(node: Stream) -> Source:
         SourceError: the node has no source.
     """
     source: Any = node.source
+    if node.operator is not None:
+        raise SourceError(
+            f"{node.name}: expected a stream or table with a source, got the result of an operator; "
+            "take one of its inputs"
+        )
     if not hasattr(source, "pin"):
         raise SourceError(
             f"{node.name}: expected a source to read from, got {source!r}; give it one, for "
