@@ -442,6 +442,11 @@ BROKEN = {
         'bootstrap_servers: "{{ env.NOT_THERE }}:9093"',
         "expected a value of {{ env.NOT_THERE }}:9093, got none; set the environment variable",
     ),
+    "name within a text": (
+        "bootstrap_servers: broker:9093",
+        'bootstrap_servers: "{{ nowhere }}:9093"',
+        "expected names in {{ nowhere }}:9093 among automation_condition, context, ",
+    ),
     "rendered": ("{{ env.RETENTION }}", "{{ 'long' + 'er' }}", "expected a length of time like 7d"),
     "key": ("key: product", "key: produkt", "key columns ['produkt'] are not in the schema"),
     "input": ("left: orders", "left: order", "expected one of the assets of this file (alerts, board,"),
@@ -686,6 +691,11 @@ def test_templates_of_other_values_than_texts(shop: str, monkeypatch: pytest.Mon
         assert isinstance(prices := nodes["prices"].source, FilesSource)
         assert prices.format == "csv"
         assert nodes["makers"].path == ("a", "b", "makers")
+    place = "{{ context.project_root }}/lake"
+    with project(re.sub("warehouse: .*", f'warehouse: "{place}"', text, count=1)) as defs:
+        resources: Any = defs.resources
+        found = Path(resources["vt_dagster_warehouse"].path)
+        assert (found.name, found.is_absolute()) == ("lake", True)
     monkeypatch.setenv("SECONDS", "soon")
     assert "minimum_interval_seconds: Input should be a valid integer" in errors(text)
 

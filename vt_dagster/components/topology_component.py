@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from datetime import datetime, timedelta
 from functools import cache
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import dagster as dg
 import pandera.pyspark as pa
 import pyspark.sql.types as T
+from jinja2 import Environment
+from jinja2.meta import find_undeclared_variables
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -916,7 +918,10 @@ class TopologyComponent(dg.Component):
     @classmethod
     def load(cls, attributes: Any, context: dg.ComponentLoadContext) -> TopologyComponent:
         """Renders templates, which Dagster leaves to the component, and validates the result."""
-        here = context.resolution_context.at_path("attributes")
+        # As Dagster does for the components that it renders itself.
+        project = SimpleNamespace(project_root=str(context.project_root.resolve()))
+        scope = context.resolution_context.with_scope(context=project)
+        here = scope.at_path("attributes")
         # Without warnings: a template is a text where a number may be expected.
         made = attributes or TopologyAttributes(assets=[])
         given = made.model_dump(exclude_unset=True, warnings=False)
@@ -978,6 +983,9 @@ def _session(settings: str) -> SparkResource:
     return SparkResource(**json.loads(settings))
 
 
+_JINJA = Environment()
+
+
 def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
     """Renders templates only: Dagster would evaluate SQL texts like ``'x'`` as Python values."""
     if isinstance(value, dict):
@@ -987,6 +995,11 @@ def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
     if not is_template(value):
         return value
     found = context.resolve_value(value)
+    # Within a text, Dagster leaves out an unknown name.
+    unknown = find_undeclared_variables(_JINJA.parse(value)) - {*context.scope, *_JINJA.globals}
+    if unknown:
+        said = f"expected names in {value} among {', '.join(sorted(context.scope))}; correct it"
+        raise DefinitionsError(_placed(context, (), said))
     # Within a text, a variable that is not set would become the word None.
     variables = re.findall(r"\{\{\s*env\.(\w+)\s*\}\}", value)
     if found is None or not {*variables} <= {*os.environ}:
