@@ -1016,15 +1016,26 @@ def test_debezium_unavailable_values(spark: SparkSession) -> None:
     def event(op: str, row: Any) -> bytes:
         return json.dumps({"op": op, "after" if op != "d" else "before": {"id": 1, **row}}).encode()
 
+    coded = mark.encode()
+    wanted = wanted.add("bs", ArrayType(BinaryType())).add("ds", ArrayType(DateType()))
+    wanted = wanted.add("g", StructType().add("wkb", "binary").add("srid", "integer"))
+    # PostgreSQL's uuid[], bytea[], date[] and geometry
+    rare = {"a": ["b68a35a7-17ad-35b3-af2a-ae46edb4545a"], "bs": [sent["b"]], "ds": sent["n"]}
+    far = "0101000020e6100000" + 2 * "000000fc83d797c1"
+    rare |= {"g": {"wkb": base64.b64encode(bytes.fromhex(far)).decode(), "srid": 4326}}
+    others = {"a": [], "bs": ["AA=="], "ds": [95], "g": {"wkb": "AA==", "srid": 4326}}
     messages = [event("u", sent), event("u", other), event("d", sent), event("u", {"t": mark})]
+    messages += [event("u", {"t": sent["b"]}), event("u", {"t": coded.hex()})]
+    messages += [event("u", rare), event("u", others)]
     assert Debezium(unavailable=None).decode(F.col("m"), wanted, {}, "r").unchanged is None
-    made = Debezium().decode(F.col("m"), wanted, {}, "r")
+    made = Debezium(Json(timestamps="days")).decode(F.col("m"), wanted, {}, "r")
     columns = [(i, bytearray(m)) for i, m in enumerate(messages)]
     rows = spark.createDataFrame(columns, "i int, m binary")
     for name, column in made.parsed.items():
         rows = rows.withColumn(name, column)
     found = rows.select("i", made.unchanged).orderBy("i").collect()
-    assert [one[1] for one in found] == [["t", "b", "a", "n", "m"], None, None, ["t"]]
+    right = [["t", "b", "a", "n", "m"], None, None, ["t"], ["t"], ["t"], ["a", "bs", "ds", "g"], None]
+    assert [one[1] for one in found] == right
 
 
 def test_table_keeps_values_missing_from_change(spark: SparkSession) -> None:
