@@ -370,6 +370,28 @@ def test_raw(spark: SparkSession) -> None:
     ]
 
 
+@pytest.mark.usefixtures("few_rows")
+def test_times_in_rare_spellings(spark: SparkSession) -> None:
+    """Java omits seconds that are zero. A number that was a float has a fraction or a power of ten."""
+    wanted, bad = StructType().add("at", "timestamp"), {"reason": "unreadable"}
+    texts = ["T12:00Z", " 14:00+02:00", "T04:30-0730", "T0430-0730", "T12Z"]
+    numbers = ["1714564800250%s.0", "1.71456480025e%d", "1714564800250%s.5"]
+    powers = {"micros": ("000", 15), "nanos": ("000000", 18)}
+    sent = {u: [n % p[i % 2] for i, n in enumerate(numbers)] for u, p in powers.items()}
+    noon, exact = {"at": AT.replace(microsecond=0)}, {"at": AT}
+    assert each_decoded(
+        spark,
+        (Raw("at"), [f"2024-05-01{text}".encode() for text in texts], wanted),
+        *((Json(timestamps=u), [b'{"at": %b}' % n.encode() for n in sent[u]], wanted) for u in powers),
+        (Raw("at", timestamps="days"), [b"19844.0", b"19844.5"], wanted),
+    ) == [
+        [noon, noon, noon, bad, bad],
+        [exact, exact, bad],
+        [exact, exact, bad],
+        [{"at": datetime(2024, 5, 1)}, bad],
+    ]
+
+
 @pytest.mark.parametrize(
     "kind",
     [ArrayType(StringType()), MapType(StringType(), StringType()), StructType().add("a", "long")],

@@ -175,7 +175,9 @@ def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column
         return F.lit(None).cast(kind)
     whole = F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast("bigint"))
     if isinstance(unit, str):
-        return _moment(_micros_of(whole, _decimal(text, DecimalType(28, 9)), unit), kind)
+        exact = _decimal(text, DecimalType(28, 9))
+        whole = F.coalesce(whole, F.when(exact == F.floor(exact), exact.try_cast("bigint")))
+        return _moment(_micros_of(whole, exact, unit), kind)
     factors = F.create_map(*[F.lit(part) for pair in _MICROS.items() for part in pair])
     micros = F.try_multiply(whole, F.try_element_at(factors, unit).cast("bigint"))
     nanos = F.when(unit == "nanos", _micros_of(whole, None, "nanos"))
@@ -234,6 +236,9 @@ def _time(text: Column, kind: DataType, how: Reading) -> Column:
     whole = F.rlike(text, F.lit(rf"\A{_DATE}(?:{_CLOCK}{zone})?\z"))
     value = F.when(whole, text.try_cast("timestamp"))
     if isinstance(kind, TimestampType):
+        # Spark reads no zone after minutes.
+        seconds = rarely(text, lambda odd: F.regexp_replace(odd, r"(:[0-9]{2})(?=[Z+-])", "$1:00"))
+        value = F.coalesce(value, F.when(whole, seconds.try_cast("timestamp")))
         value = _in_zone(value, how, ~F.rlike(text, F.lit(r"[T ].*[Z+-]")))
     # A zone shifts a time by a day at most, so only the first and the last year can exceed the range.
     inner = ~F.substring(text, 1, 4).isin("0000", "0001", "9999")
