@@ -980,6 +980,24 @@ def test_json_keys(spark: SparkSession) -> None:
     apple = {"id": "apple"}
     right = [apple, {"id": "1.10"}, apple, apple, apple, bad, bad, bad]
     quoted = [b'"apple"', b"apple", rb'"a\"b"', b'"a" "b"', b'"']
+
+    def bare(payload: Any, name: str) -> bytes:
+        """The key that Connect's transform ExtractField makes."""
+        said = {"type": "bytes", "name": name, "parameters": {"scale": "2"}}
+        return json.dumps({"schema": said, "payload": payload}).encode()
+
+    number = bare("MDk=", "org.apache.kafka.connect.data.Decimal")
+    varies = bare({"scale": 2, "value": "MDk="}, "io.debezium.data.VariableScaleDecimal")
+    moment = bare(1714564800250, "org.apache.kafka.connect.data.Timestamp")
+    kinds = ("string", "decimal(9,2)", "double", "timestamp")
+    *numbers, moments = each_decoded(
+        spark,
+        *((Json(), [number, varies], StructType().add("id", kind)) for kind in kinds[:3]),
+        (Json(), [moment], StructType().add("id", kinds[3])),
+    )
+    written = "123.45", Decimal("123.45"), 123.45
+    assert numbers == [[{"id": value}] * 2 for value in written]
+    assert moments == [{"id": AT}]
     assert each_decoded(
         spark,
         (Json(), keys, text),

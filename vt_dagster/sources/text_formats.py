@@ -45,6 +45,7 @@ from vt_dagster.sources.value_reader import (
     INTEGERS,
     NAMED_UNITS,
     TIMES,
+    VARIABLE_DECIMAL,
     Reading,
     any_of,
     leaves,
@@ -959,7 +960,13 @@ def _unpacked(
     some = any_of([payload[n].isNotNull() for n in wanted.names])
     if not bare_payload:
         some = some & has_names_of(_part(text, PAYLOAD), wanted)
-    inner = F.struct(*[payload[n].alias(n) for n in wanted.names], row[SCHEMA].alias(SCHEMA_OF))
+    schema = row[SCHEMA]
+    if not isinstance(wanted.fields[0].dataType, ArrayType | MapType | StructType) and len(wanted) == 1:
+        # The schema of a bare value is that of the value itself.
+        field = F.struct(F.lit(wanted.names[0]).alias("field"), schema["name"], schema["parameters"])
+        of_value = schema.withField("fields", F.array(field))
+        schema = F.when(_has_columns(row), schema).otherwise(of_value)
+    inner = F.struct(*[payload[n].alias(n) for n in wanted.names], schema.alias(SCHEMA_OF))
     return F.when(whole & are_once(keys) & some, inner)
 
 
@@ -1136,12 +1143,19 @@ def _payload(row: Column, wanted: StructType) -> Column:
     payload = row[PAYLOAD]
     if len(wanted.fields) > 1:
         return payload
-    own, name = texts_of(wanted), wanted.names[0]
-    inner = F.when(payload.startswith("{"), F.from_json(payload, own))
+    own, name, packed = texts_of(wanted), wanted.names[0], _has_columns(row)
+    inner = F.when(packed, F.from_json(payload, own))
     if isinstance(wanted.fields[0].dataType, ArrayType | StructType):
         return inner
-    value = F.when(payload.startswith("{"), inner[name]).otherwise(payload)
+    value = F.when(packed, inner[name]).otherwise(payload)
     return F.struct(value.alias(name))
+
+
+def _has_columns(row: Column) -> Column:
+    """Returns whether a payload is an object of columns, not the value of a single one. Debezium's
+    decimal of variable scale is an object too."""
+    varies = F.coalesce(row[SCHEMA]["name"] == VARIABLE_DECIMAL, F.lit(False))
+    return row[PAYLOAD].startswith("{") & ~varies
 
 
 def _marked(text: Column, options: Mapping[str, str]) -> Column:
