@@ -554,6 +554,10 @@ def test_ineffective_option_is_refused(kind: str, name: str) -> None:
         ("csv", {"unescapedQuoteHandling": "GUESS"}, "to be one of STOP_AT_CLOSING_QUOTE"),
         ("csv", {"nullValue": None}, "expected a text for the option 'nullValue', got None"),
         ("csv", {"timestampFormat": "EEE, d MMM y 'at' H"}, r"without the letters \['E'\], got "),
+        ("csv", {"timestampFormat": "HH:mm"}, "to have a year, got 'HH:mm'"),
+        ("csv", {"timestampNTZFormat": "dd.MM. HH:mm"}, "to have a year, got"),
+        ("jsonl", {"dateFormat": "yyyy-mm-dd"}, r"to have a month \(M\) for its day, got 'yyyy-mm-dd'"),
+        ("csv", {"timestampFormat": "d.M.yy hh:mm"}, r"to have a \(AM or PM\) for its hour of 12, got"),
         ("parquet", {"mergeSchema": "true"}, "'mergeSchema', which has no effect"),
     ],
 )
@@ -567,6 +571,9 @@ def test_default_options_are_accepted() -> None:
     assert FilesSource("somewhere", "csv", options=cast(Any, given)).options == {"header": "true"}
     tab = FilesSource("somewhere", "csv", options={"delimiter": "\\t", "charset": "UTF8"})
     assert tab.options == {"sep": "\t", "encoding": "utf-8"}
+    for pattern in ("yyyy-MM", "yyyy-DDD", "M/d/yy h:mm a", "yyyy LLL d 'at' HH"):
+        options = {"timestampFormat": pattern}
+        assert FilesSource("somewhere", "csv", options=options).options == options
 
 
 CSV: dict[str, tuple[dict[str, str], str, list[tuple[Any, ...]]]] = {

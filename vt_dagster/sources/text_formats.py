@@ -17,6 +17,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from string import ascii_letters
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -169,14 +170,27 @@ _UNREAD_LETTERS = frozenset("ABEFNQWYcenpquw")
 
 
 def _pattern(name: str, text: str) -> str:
-    odd = sorted({*"".join(text.split("'")[::2])} & _UNREAD_LETTERS)
-    if odd:
+    letters = {*"".join(text.split("'")[::2])}
+    if odd := sorted(letters & _UNREAD_LETTERS):
         raise SourceError(
             f"expected {name} to be a pattern that Spark can read, without the letters {odd}, got "
             f"{text!r}"
         )
+    for needs, needed, what in _NEEDED:
+        if needs & letters and not needed & letters:
+            raise SourceError(
+                f"expected {name} to have {what}, got {text!r}: without it, Spark reads another time"
+            )
     return text
 
+
+_LETTERS = frozenset(ascii_letters)
+_NEEDED = (
+    (_LETTERS, {"y"}, "a year"),
+    ({"d"}, {"M", "L"}, "a month (M) for its day"),
+    ({"h", "K"}, {"a"}, "a (AM or PM) for its hour of 12"),
+)
+"""Letters of a date pattern that need one of other letters."""
 
 _FORMATS = {
     "timeZone": _text,
