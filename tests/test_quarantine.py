@@ -204,16 +204,17 @@ def test_csv_header_among_rows_is_quarantined(spark: SparkSession, tmp_path: Pat
     """A header line among the rows goes to quarantine as unreadable: in a file that was concatenated
     from two, and in a file that is read without a header."""
     schema = StructType().add("k", "string").add("v", "string").add("more", "string")
-    write(tmp_path, "1.csv", "v,k\n1,a\nv,k\n2,b\nv,v\n")
+    write(tmp_path, "1.csv", "v,k\n1,a\nv,k\n2,b\nv,v\n\ufeffv,k\n3,c\n")
     source = FilesSource(str(tmp_path), format="csv", optional=["more"])
     rows = source.read(spark, source.files(), schema).orderBy("_arrival").collect()
     found = [(row["_position"], row["k"], row["v"], row["_reason"]) for row in rows]
     bad = (3, None, None, "unreadable")
-    assert found == [(2, "a", "1", None), bad, (4, "b", "2", None), (5, "v", "v", None)]
+    good = [(2, "a", "1", None), bad, (4, "b", "2", None), (5, "v", "v", None)]
+    assert found == [*good, (6, *bad[1:]), (7, "c", "3", None)]
     source = FilesSource(str(tmp_path), format="csv", options={"header": "false"})
     two = StructType().add("v", "string").add("k", "string")
     rows = source.read(spark, source.files(), two).orderBy("_arrival").collect()
-    assert [row["_position"] for row in rows if row["_reason"]] == [1, 3]
+    assert [row["_position"] for row in rows if row["_reason"]] == [1, 3, 6]
     # As many comparisons in one chain would overflow the stack of Spark's planner.
     wide = StructType([StructField(f"c{n}", StringType()) for n in range(500)])
     (tmp_path / "wide").mkdir()

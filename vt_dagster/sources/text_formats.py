@@ -1368,7 +1368,9 @@ def _is_header(row: Column, schema: StructType) -> Column:
     have its name as a value, and a single column may."""
     if len(schema.fields) == 1 or any(f.dataType != StringType() for f in schema.fields):
         return F.lit(False)
-    others = any_of([F.coalesce(row[name] != name, F.lit(False)) for name in schema.names])
+    # Of files that were concatenated, each may begin with a byte order mark.
+    names = [(row[name], (name, _MARK + name)) for name in schema.names]
+    others = any_of([F.coalesce(~value.isin(*some), F.lit(False)) for value, some in names])
     # A column that the file lacks is null.
     there = F.array_compact(F.array(*[row[name] for name in schema.names]))
     return ~others & (F.size(there) > 1)
