@@ -418,6 +418,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "zip.jsonl": (_zipped(LINES), "got a zip archive"),
     "1.gzip": (gzip.compress(LINES), "name that ends with .gz, .* got a gzip file under another name"),
     "gzip.jsonl": (gzip.compress(LINES), "got a gzip file under another name: rename it"),
+    "1.zlib": (zlib.compress(LINES), "name that ends with .deflate, .* got a zlib file under another"),
+    "best.jsonl": (zlib.compress(LINES, 9), "got a zlib file under another name: rename it"),
     "bz.jsonl": (bz2.compress(LINES), "got a bzip2 file under another name: rename it"),
     "bz.gz": (bz2.compress(LINES), "got a bzip2 file under another name"),
     "1.jsonl.gz": (LINES, "expected a gzip file, as its name says, got another content"),
@@ -441,7 +443,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "1.xls": (bytes.fromhex("d0cf11e0a1b11ae1"), "got a Microsoft Office file"),
     "u16.jsonl": (LINES.decode().encode("utf-16"), "got a byte order mark of UTF-16LE: set options="),
     "u16be.jsonl": (b"\xfe\xff" + LINES.decode().encode("utf-16-be"), "mark of UTF-16BE"),
-    "u32.jsonl": (LINES.decode().encode("utf-32"), "mark of UTF-32"),
+    "u32.jsonl": (LINES.decode().encode("utf-32"), "mark of UTF-32: convert the file"),
     "u16.gz": (gzip.compress(LINES.decode().encode("utf-16")), "mark of UTF-16LE"),
 }
 
@@ -474,7 +476,7 @@ def test_file_format_is_detected_by_magic_bytes(spark: SparkSession, tmp_path: P
     assert "expected a Parquet file, got a zip archive: decompress" in told["day/1.zip"]
 
 
-@pytest.mark.parametrize("header", ["ORC,n", "PAR1,n", "BZh9,n", "PK,n", "Obj,n", "%PDF,n"])
+@pytest.mark.parametrize("header", ["ORC,n", "PAR1,n", "BZh9,n", "PK,n", "Obj,n", "%PDF,n", "x^2,n"])
 def test_text_starting_like_magic_bytes(spark: SparkSession, tmp_path: Path, header: str) -> None:
     write(tmp_path, "1.csv", f"{header}\na,1\n")
     schema = StructType([StructField(header.split(",")[0], StringType()), ROW.fields[1]])

@@ -486,6 +486,7 @@ class Known(NamedTuple):
 
 GZIP = Known("a gzip file", b"\x1f\x8b", ".gz")
 BZIP2 = Known("a bzip2 file", b"BZh", ".bz2")
+ZLIB = Known("a zlib file", b"x", ".deflate")
 _COMPRESSED = (
     GZIP,
     Known("an xz file", b"\xfd7zXZ\x00"),
@@ -529,6 +530,8 @@ def known(head: bytes, tail: bytes = b"") -> Known | None:
         if head.startswith(one.start):
             return one
     # These signatures are letters, as in a text: the bytes after them decide.
+    if head.startswith(ZLIB.start) and _is_zlib(head):
+        return ZLIB
     if head.startswith(b"BZh") and head[4:10] in (b"1AY&SY", b"\x17rE8P\x90"):
         return BZIP2
     if head.startswith(_PARQUET.start) and (tail[-4:] in (b"PAR1", b"PARE") or _control(head[4:6])):
@@ -538,6 +541,16 @@ def known(head: bytes, tail: bytes = b"") -> Known | None:
     if head[257:262] == _TAR:
         return Known("a tar archive", _TAR)
     return None
+
+
+def _is_zlib(head: bytes) -> bool:
+    """Returns whether a file's first bytes are a zlib stream, which may also begin with letters."""
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(head)
+    except zlib.error:
+        return False
+    return stream.eof or len(head) == HEAD
 
 
 def byte_order(head: bytes) -> str | None:

@@ -496,9 +496,10 @@ def _fault_of_encoding(file: FileInfo, encoding: str) -> str | None:
         )
     if order is None or order == declared:
         return None
+    # UTF-32 has no line feed of one or two bytes.
+    way = "" if order == "UTF-32" else f"set options={{'encoding': '{order}'}}, or "
     return (
-        f"expected text in {encoding.upper()}, got a byte order mark of {order}: set "
-        f"options={{'encoding': '{order}'}}, or convert the file"
+        f"expected text in {encoding.upper()}, got a byte order mark of {order}: {way}convert the file"
     )
 
 
