@@ -754,13 +754,15 @@ def test_debezium_json(spark: SparkSession) -> None:
     odd = [{"id": 7, "Name": "x"}, {"id": 7, "NAME": "x", "name": None}, {"id": 7, "more": 1}]
     changes = [event("c", None, row) for row in odd]
     late = [{**payloads[0], "source": {"ts_ms": moment}} for moment in (2**63 - 1, "soon", 0)]
-    more = [*changes, {"schema": None, "payload": changes[0]}, *late]
+    more = [*changes, {"schema": None, "payload": changes[0]}, *late, event("d", None, None)]
     events = [*plain, b'{"id": 7}', b"{", *within, *(json.dumps(one).encode() for one in more)]
     found = decoded(spark, Debezium(), events, ROW)
     assert found[:14] == [*right, *[bad] * 4, *right, *[bad] * 2]
     named = {"id": 7, "name": None, **told}
     assert found[14:18] == [bad, named, named, bad], "a name in another case, where a value is null"
-    assert found[18:] == [bad, bad, {**one, **told, "time": datetime(1970, 1, 1)}]
+    assert found[18:21] == [bad, bad, {**one, **told, "time": datetime(1970, 1, 1)}]
+    gone = {"id": None, "name": None, "deleted": True, "time": AT}
+    assert found[21:] == [gone], "the message's key may name the row, as in Avro"
 
 
 def test_debezium_avro(spark: SparkSession) -> None:

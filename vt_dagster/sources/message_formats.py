@@ -583,13 +583,13 @@ class Protobuf(Format):
 class Debezium(Format):
     """Debezium's change events: ``before``, ``after``, ``op``; a deletion is a tombstone.
 
-    For ``op`` c, u and r the row is ``after``; d deletes the key of ``before``; t deletes every key; m
-    is not a row change and goes to quarantine. In a versioned table, a null message after a deletion
-    and a snapshot row (r) equal to the table's row change nothing: they are counted (``nothing_new``)
-    and not applied. The last message of a key is its current row, whatever its timestamp. A deletion
-    has the timestamp of its event, not that of the deleted row. Of a key that changes, Debezium sends a
-    deletion and an insert. An update (u) of another key column of a table is unreadable: the row of the
-    key before it would remain.
+    For ``op`` c, u and r the row is ``after``; d deletes the message's key, or that of ``before``; t
+    deletes every key; m is not a row change and goes to quarantine. In a versioned table, a null
+    message after a deletion and a snapshot row (r) equal to the table's row change nothing: they are
+    counted (``nothing_new``) and not applied. The last message of a key is its current row, whatever
+    its timestamp. A deletion has the timestamp of its event, not that of the deleted row. Of a key that
+    changes, Debezium sends a deletion and an insert. An update (u) of another key column of a table is
+    unreadable: the row of the key before it would remain.
 
     Args:
         format: the format of the events. JSON may have the ``schema`` and ``payload`` envelope.
@@ -722,7 +722,8 @@ class Debezium(Format):
         op = value_of(parsed.texts["op"], StringType(), format_.reading)
         ts_ms = value_of(parsed.texts["source"]["ts_ms"], LongType(), format_.reading)
         before, after = parsed.texts["before"], parsed.texts["after"]
-        image = F.when(op == "d", before).otherwise(after)
+        nothing = [F.lit(None).cast(f.dataType).alias(f.name) for f in texts_of(wanted).fields]
+        image = F.when(op == "d", F.coalesce(before, F.struct(*nothing))).otherwise(after)
         of_row = F.filter(parsed.texts[SCHEMA_OF]["fields"], lambda one: one["field"] == "after")
         schema = F.get(of_row, F.lit(0))
         chosen = F.col(f"{into}_image")
