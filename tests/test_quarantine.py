@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_hints_for_bad_records() -> None:
         ('{"payload": {"after": {"at" :-7}}}', None, None, unit.format(["at"])),
         ('{"k": 1714564800, "at": "soon"}', "jsonl", None, ""),
         ('{"at": 1714564800.5}', "jsonl", "millis", ""),
+        ('{"at": "1714564800250"}', "jsonl", None, unit.format(["at"])),
+        ('{"at": "1714564800250 ", "s": {"d": "20240501"}}', "jsonl", None, ""),
         ("a;1714564800250", "csv", None, unit.format(["at", "s.d"])),
         ("a;2024-05-01 12;20240501", "csv", None, ""),
         ('{"k": "a", "a', "jsonl", None, ""),
@@ -243,6 +246,24 @@ def test_csv_missing_column(spark: SparkSession, tmp_path: Path) -> None:
     message = r"1\.csv: expected columns \['n'\], but the file has only \['k', 'm'\]"
     with pytest.raises(SourceError, match=message):
         read(spark, FilesSource(str(tmp_path), format="csv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("k;n\na;1\n", {}, "separated by ',', got 'k;n': set options={'sep': ';'}"),
+        ("m\tn\na\t1\n", {}, "separated by ',', got 'm\\tn': set options={'sep': '\\t'}"),
+        ("n,k\n1,a\n", {"sep": "|"}, "separated by '|', got 'n,k': set options={'sep': ','}"),
+        ("sep=;\nk;n\na;1\n", {"sep": ";"}, "got 'sep=;', which only Excel reads: remove the line"),
+        ("sep=,\nk,n\na,1\n", {}, "got 'sep=,', which only Excel reads: remove the line"),
+    ],
+)
+def test_csv_with_another_separator(
+    spark: SparkSession, tmp_path: Path, text: str, options: dict[str, str], said: str
+) -> None:
+    write(tmp_path, "1.csv", text)
+    with pytest.raises(SourceError, match=re.escape(said)):
+        read(spark, FilesSource(str(tmp_path), format="csv", options=options))
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -385,12 +385,28 @@ def _fault_of_header(
         return f"expected a header line of CSV that ends with a line feed, got: {error}"
     if not header:
         return None
+    if other := _other_separator(header, schema, options.get("sep", ",")):
+        return other
     if odd := _in_other_case(header, schema):
         return f"{odd}: correct the header, or the names in the schema"
     twice = sorted({c for c in header if c in schema.names and header.count(c) > 1})
     if twice:
         return f"expected each column once in the header, got {twice} more than once"
     return _missing(header, schema, optional)
+
+
+def _other_separator(header: Sequence[str], schema: StructType, separator: str) -> str:
+    """Returns the fault of a header that has another separator than declared; empty if it has not."""
+    line, names = separator.join(header), {*schema.names} - {*header}
+    if re.fullmatch(r"sep=.", line) and names:
+        return f"expected a header line, got {line!r}, which only Excel reads: remove the line"
+    for other in (";", "\t", "|", ","):
+        if len(header) == 1 and other in line and names & {*line.split(other)}:
+            return (
+                f"expected columns that are separated by {separator!r}, got {line!r}: set "
+                f"options={{'sep': {other!r}}}"
+            )
+    return ""
 
 
 def _in_other_case(there: Sequence[str], schema: StructType) -> str:

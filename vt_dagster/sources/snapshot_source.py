@@ -228,13 +228,15 @@ def _refuse_duplicates(rows: DataFrame, key: Sequence[str], what: str, count: in
 def _check_share(what: str, bad: int, dump: DataFrame, source: Any, node: Stream) -> None:
     rows, most = dump.count(), source.max_bad_share
     if bad > most * rows:
-        some = dump.where(F.col(UNREAD).isNotNull()).orderBy(SOURCE, POSITION).limit(3)
-        hint = hint_of([str(row[0]) for row in some.select(UNREAD).collect()], node.schema, source)
+        unread = dump.where(F.col(UNREAD).isNotNull()).orderBy(SOURCE, POSITION).limit(3)
+        some = unread.select(SOURCE, POSITION, UNREAD).collect()
+        shown = "".join(f"{row[0]} row {row[1]}: unreadable: {str(row[2])[:80]}. " for row in some)
+        hint = hint_of([str(row[2]) for row in some], node.schema, source)
         raise ContractError(
             f"{what}: {bad:,} of {counted(rows, 'row is', 'rows are')} bad ({bad / rows:.1%}): "
             f"unreadable, without a key, or with a duplicate key; expected at most {most:.1%}; nothing "
-            f"was committed. {hint}Repair the dump, or raise max_bad_share of the source to send them "
-            "to quarantine"
+            f"was committed. {shown}{hint}Repair the dump, or raise max_bad_share of the source to "
+            "send them to quarantine"
         )
 
 

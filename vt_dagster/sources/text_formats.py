@@ -1212,7 +1212,8 @@ def hint_of(texts: Sequence[str], schema: StructType, source: object) -> str:
         return ""
     how, found = Reading(getattr(source, "timestamps", None)), list[str]()
     for path, kind in leaves(schema):
-        named = re.compile(rf'"{re.escape(path[-1])}"\s*:\s*-?[0-9]')
+        number = r'(?:-?[0-9]|"-?[0-9]{9,19}(?:\.[0-9]+)?")'
+        named = re.compile(rf'"{re.escape(path[-1])}"\s*:\s*{number}')
         numbers = [named if text.lstrip().startswith("{") else _MANY_DIGITS for text in texts]
         some = any(number.search(text) for number, text in zip(numbers, texts, strict=True))
         if isinstance(kind, TIMES) and how.unit(path) is None and some:
