@@ -841,10 +841,11 @@ def test_connect_envelope_is_unwrapped(spark: SparkSession) -> None:
 
 @pytest.mark.usefixtures("few_rows")
 def test_time_of_day_is_no_time(spark: SparkSession) -> None:
-    """A number that its schema calls a time of day has no date, whatever the unit of other numbers."""
+    """A number that its schema calls a time of day, a year or a duration has no date, whatever the unit
+    of other numbers."""
     wanted = StructType().add("id", "long").add("at", "timestamp")
     said = Json(timestamps="millis")
-    names = ["org.apache.kafka.connect.data.Time", *(f"io.debezium.time.{n}Time" for n in _TIMES), None]
+    names = [*(f"io.debezium.time.{n}" for n in _NO_MOMENTS), "org.apache.kafka.connect.data.Time", ""]
     messages = list[bytes]()
     for name in names:
         field = {"field": "at", "type": "int64", "name": name}
@@ -852,15 +853,16 @@ def test_time_of_day_is_no_time(spark: SparkSession) -> None:
         messages.append(json.dumps(whole).encode())
     read = {"id": 7, "at": datetime(1970, 1, 1, 10, 30)}
     bad = {"reason": "unreadable"}
-    assert each_decoded(spark, (said, messages, wanted)) == [[bad, bad, bad, bad, read]]
+    assert each_decoded(spark, (said, messages, wanted)) == [[*[bad] * 7, read]]
     for about in ({"logicalType": "time-micros"}, {"connect.name": "io.debezium.time.MicroTime"}):
         fields = [{"name": "id", "type": "long"}, {"name": "at", "type": {"type": "long", **about}}]
         schema = json.dumps({"type": "record", "name": "r", "fields": fields})
         found = Avro(schema, timestamps="millis").misfits(wanted)
-        assert found == ["at is long in the schema, expected timestamp (a time of day has no date)"]
+        why = "its type is a time of day, a year or a duration"
+        assert found == [f"at is long in the schema, expected timestamp ({why})"]
 
 
-_TIMES = ("", "Micro", "Nano")
+_NO_MOMENTS = ("Time", "MicroTime", "NanoTime", "Year", "MicroDuration", "NanoDuration")
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -31,7 +31,7 @@ from vt_dagster.sources.value_reader import (
     FLOATS,
     INTEGERS,
     NAMED_UNITS,
-    TIME_OF_DAY,
+    NO_MOMENT,
     TIMES,
     VARIABLE_DECIMAL,
     Reading,
@@ -62,8 +62,8 @@ _MARK = uuid4().bytes
 """What follows a message: 16 bytes that no message ends with."""
 _UNITS = {
     ("int", "date"): "days",
-    ("int", "time-millis"): TIME_OF_DAY,
-    ("long", "time-micros"): TIME_OF_DAY,
+    ("int", "time-millis"): NO_MOMENT,
+    ("long", "time-micros"): NO_MOMENT,
     **{
         ("long", f"{local}timestamp-{unit}"): unit
         for local in ("", "local-")
@@ -464,7 +464,7 @@ def _may_fit(node: Node, kind: DataType, how: Reading, path: tuple[str, ...]) ->
     if isinstance(kind, StructType | ArrayType | MapType) or node.type in _DEEP:
         return False
     if node.type in ("int", "long") and isinstance(kind, TIMES):
-        return (node.unit or how.unit(path)) not in (None, TIME_OF_DAY)
+        return (node.unit or how.unit(path)) not in (None, NO_MOMENT)
     return isinstance(kind, _FITTING.get(node.type, (DataType,)))
 
 
@@ -475,7 +475,7 @@ def _misfit(node: Node, kind: DataType, path: Sequence[str]) -> str:
     more = ""
     if node.type in ("int", "long") and isinstance(kind, TIMES):
         more = " (no logical type gives its unit: set it with timestamps)"
-        more = " (a time of day has no date)" if node.unit == TIME_OF_DAY else more
+        more = " (its type is a time of day, a year or a duration)" if node.unit == NO_MOMENT else more
     name = " or ".join(one.type for one in node.members) or _NAMES.get(node.type, node.type)
     return f"{'.'.join(path)} is {name} in the schema, expected {kind.simpleString()}{more}"
 

@@ -52,8 +52,8 @@ INTEGERS = (ByteType, ShortType, IntegerType, LongType)
 FLOATS = (FloatType, DoubleType)
 TIMES = (DateType, TimestampType, TimestampNTZType)
 _MICROS = {"seconds": 1_000_000, "millis": 1_000, "micros": 1, "days": 86_400_000_000}
-TIME_OF_DAY = "time of day"
-"""Stands for the unit of a number that is no moment: it has no date."""
+NO_MOMENT = "no moment"
+"""Stands for the unit of a number that is a time of day, a year or a duration."""
 NAMED_UNITS = {
     "io.debezium.time.Date": "days",
     "io.debezium.time.Timestamp": "millis",
@@ -64,9 +64,10 @@ NAMED_UNITS = {
     **dict.fromkeys(
         (
             *("io.debezium.time.Time", "io.debezium.time.MicroTime", "io.debezium.time.NanoTime"),
-            "org.apache.kafka.connect.data.Time",
+            *("io.debezium.time.MicroDuration", "io.debezium.time.NanoDuration"),
+            *("io.debezium.time.Year", "org.apache.kafka.connect.data.Time"),
         ),
-        TIME_OF_DAY,
+        NO_MOMENT,
     ),
 }
 """Units by type name in Kafka Connect's schemas."""
