@@ -323,8 +323,7 @@ class ExportRun:
         export, store = self.export, self._store
         number = at.total - sum(start.values())
         if export.what == "log":
-            if start:
-                require_not_truncated(export.name, export.node.name, start, at.head.commit)
+            require_not_truncated(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
             rows = as_read(export.node, store.view_at(at))
