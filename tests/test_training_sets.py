@@ -27,6 +27,7 @@ from vt_dagster.core.log_columns import log_schema, view_schema
 from vt_dagster.core.stream_table_join import Feature, with_features
 from vt_dagster.errors import StorageError, TopologyError
 from vt_dagster.runs.export import write_in
+from vt_dagster.runs.restate import restate
 from vt_dagster.runs.run import run_once
 from vt_dagster.runs.training_set_run import TrainingRun, manifest_of, read_manifest
 from vt_dagster.storage.asset_store import stores_of
@@ -159,6 +160,20 @@ def test_set_is_rebuilt_when_table_keeps_other_versions(spark: SparkSession, tmp
     by_partition = replace(rates, history_retention={0: 25 * minute})
     assert made(by_partition) == [None]
     assert made(by_partition) is None
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_pinned_set_of_restated_table_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    warehouse, to = str(tmp_path / "warehouse"), str(tmp_path / "set")
+    rates = table(tmp_path, "rates")
+    visits = Stream("visits", key="k", schema=schema("k"), source=FilesSource(str(tmp_path / "visits")))
+    land(tmp_path, rates, 0, [{"k": "a", "n": 1, "timestamp": EPOCH}], spark)
+    land(tmp_path, visits, 0, [{"k": "a", "timestamp": EPOCH}], spark)
+    way = TrainingRun(TrainingSet("examples", visits, (FeatureView(rates),)), to, warehouse, spark)
+    assert way.run() is not None
+    restate(warehouse, rates, EPOCH.isoformat(), spark, [rates, visits])
+    with pytest.raises(StorageError, match="the log of rates as of batch 1, got none: it was rebuilt"):
+        way.run(read_manifest(f"{to}/_manifests/1.json"))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,9 @@ class TrainingRun:
         if name not in pinned.pinned:
             return Snapshot()  # it had no records yet
         wanted = pinned.pinned[name]
-        at = store.known_at(wanted.recorded_at)
+        head, at = store.head(), Snapshot()
+        if head is not None and head.commit.log == wanted.log:
+            at = store.known_at(wanted.recorded_at)
         if at.head is None or wanted != position_of(at):
             got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log or run"
             raise StorageError(
