@@ -182,6 +182,7 @@ def test_pinned_set_of_restated_table_is_refused(spark: SparkSession, tmp_path: 
         ({"features": ()}, "examples: expected features to join, got none"),
         ({"key": "nothing"}, "that hold the key of 'rates', ['k string'], got ['nothing']"),
         ({"prefix": "", "columns": ["n", "n"]}, "expected each column once, got ['n'] more than once"),
+        ({"prefix": "partitio"}, "names of the log's own columns, got ['partition']; set prefix"),
         ({"columns": ["m"]}, "expected features among ['n', 'valid_from'], got ['m']"),
         ({"at": "nearest"}, "after the record's timestamp, which leaks the future"),
         ({"at": "forward"}, "after the record's timestamp, which leaks the future"),

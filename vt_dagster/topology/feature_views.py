@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from vt_dagster.columns import TIMESTAMP, VALID_FROM
+from vt_dagster.columns import RESERVED, TIMESTAMP, VALID_FROM, VALID_TO
 from vt_dagster.errors import TopologyError
 from vt_dagster.topology.durations import check_duration
 from vt_dagster.topology.model import Stream, Table, VersionedTable
@@ -130,6 +130,12 @@ class TrainingSet:
             self._check_key(view)
         require_readable(self.name, Consumer.SPINE, spine)
         lowered = [n.lower() for n in self.columns]  # Spark ignores case
+        taken = sorted({*lowered[len(self.own) :]} & (RESERVED - {VALID_FROM, VALID_TO}))
+        if taken:
+            raise TopologyError(
+                f"{self.name}: expected features without names of the log's own columns, got {taken}; "
+                "set prefix or columns of the feature view"
+            )
         twice = sorted({n for n in self.columns if lowered.count(n.lower()) > 1})
         if twice:
             raise TopologyError(
