@@ -43,13 +43,14 @@ def run_reading_asset(market: Market, upstream: str, metadata: dict[str, Any] | 
         ("prices", {"vt_dagster/as_of": "2024-01-01T11:59:59Z"}, {"p3", "q1"}),
         ("prices", {"vt_dagster/as_of": "2024-01-01T12:00:00"}, {"p3", "q2"}),
         ("prices", {"vt_dagster/as_of": "2024-01-01T13:00:00+01:00"}, {"p3", "q2"}),
+        ("prices", {"vt_dagster/as_of": dg.MetadataValue.text("2024-01-01T12:00:00")}, {"p3", "q2"}),
         ("rates", None, {"r2", "r3"}),
         ("sales", None, {"s1", "s2", "s3", "s4, late", "s5"}),
         ("priced", {"vt_dagster/read": "log"}, {"s1", "s2", "s3", "s4, late"}),
     ],
 )
 def test_asset_input_rows(
-    market: Market, upstream: str, metadata: dict[str, str] | None, values: set[str]
+    market: Market, upstream: str, metadata: dict[str, Any] | None, values: set[str]
 ) -> None:
     result, rows = run_reading_asset(market, upstream, metadata)
     assert result.success, messages(result)
@@ -236,7 +237,12 @@ def test_log_of_a_table_has_every_record(market: Market) -> None:
         ("rates", {"vt_dagster/as_of": "2024-01-01"}, "as_of needs a VersionedTable"),
         ("prices", {"vt_dagster/read": "latest"}, "got 'latest'"),
         ("prices", {"vt_dagster/as_of": "yesterday"}, "expected a time like"),
-        ("prices", {"vt_dagster/as_of": 2024}, "expected vt_dagster/as_of in an input's metadata"),
+        (
+            "prices",
+            {"vt_dagster/as_known_at": 5},
+            "'vt_dagster/as_known_at' in an input's metadata to be",
+        ),
+        ("prices", {"vt_dagster/partial": "False"}, "to be True or False, got 'False'"),
     ],
 )
 def test_invalid_metadata_is_refused(

@@ -104,7 +104,8 @@ class TablesIOManager(dg.IOManager):
         upstream = context.upstream_output
         assert upstream is not None
         name = "/".join(upstream.asset_key.path)
-        wanted = context.definition_metadata or {}
+        given: dict[str, Any] = {**(context.definition_metadata or {})}
+        wanted = {k: v.value if isinstance(v, dg.MetadataValue) else v for k, v in given.items()}
         unknown = {k for k in wanted if k.startswith(_OURS)} - {READ, AS_OF, AS_KNOWN_AT, PARTIAL}
         if unknown:
             raise ContractError(
@@ -112,6 +113,11 @@ class TablesIOManager(dg.IOManager):
                 f"metadata, got {sorted(unknown)}; correct the key"
             )
         warehouse, partial = warehouse_of(context, self._prefix), wanted.get(PARTIAL, False)
+        if not isinstance(partial, bool):
+            raise ContractError(
+                f"{name}: expected {PARTIAL!r} in an input's metadata to be True or False, got "
+                f"{partial!r}; correct it"
+            )
         what = wanted.get(READ)
         as_of, known = (
             _time(context, name, option, wanted.get(option)) for option in (AS_OF, AS_KNOWN_AT)
@@ -157,8 +163,8 @@ def _time(context: dg.InputContext, name: str, option: str, wanted: Any) -> str 
     partition."""
     if wanted is not None and not isinstance(wanted, str):
         raise ContractError(
-            f"{name}: expected {option} in an input's metadata to be a text, got {wanted!r}; set for "
-            "example '2013-07-01T12:00:00Z'"
+            f"{name}: expected {option!r} in an input's metadata to be a text like "
+            f"'2013-07-01T12:00:00Z', got {wanted!r}; correct it"
         )
     if wanted != PARTITION_END:
         return wanted
