@@ -235,11 +235,12 @@ def _time(text: Column, kind: DataType, how: Reading) -> Column:
         return F.when(F.year(value) >= 1, value)
     zone = _ZONE if isinstance(kind, TimestampType) else ""
     whole = F.rlike(text, F.lit(rf"\A{_DATE}(?:{_CLOCK}{zone})?\z"))
-    value = F.when(whole, text.try_cast("timestamp"))
+    value = text.try_cast("timestamp")
     if isinstance(kind, TimestampType):
-        # Spark reads no zone after minutes.
-        seconds = rarely(text, lambda odd: F.regexp_replace(odd, r"(:[0-9]{2})(?=[Z+-])", "$1:00"))
-        value = F.coalesce(value, F.when(whole, seconds.try_cast("timestamp")))
+        minutes = F.lit("yyyy-MM-dd['T'][ ]HH:mm[XXX][XX][X]")  # after which a cast reads no zone
+        value = F.coalesce(value, F.try_to_timestamp(text, minutes))
+    value = F.when(whole, value)
+    if isinstance(kind, TimestampType):
         value = _in_zone(value, how, ~F.rlike(text, F.lit(r"[T ].*[Z+-]")))
     # A zone shifts a time by a day at most, so only the first and the last year can exceed the range.
     inner = ~F.substring(text, 1, 4).isin("0000", "0001", "9999")
