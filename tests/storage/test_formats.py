@@ -994,14 +994,16 @@ def test_json_keys(spark: SparkSession) -> None:
     varies = bare({"scale": 2, "value": "MDk="}, "io.debezium.data.VariableScaleDecimal")
     moment = bare(1714564800250, "org.apache.kafka.connect.data.Timestamp")
     kinds = ("string", "decimal(9,2)", "double", "timestamp")
-    *numbers, moments = each_decoded(
+    of_map = StructType().add("id", MapType(StringType(), IntegerType()))
+    *numbers, moments, maps = each_decoded(
         spark,
         *((Json(), [number, varies], StructType().add("id", kind)) for kind in kinds[:3]),
         (Json(), [moment], StructType().add("id", kinds[3])),
+        (Json(), [b'{"schema": {}, "payload": {"id": {"a": 1}}}'], of_map),
     )
     written = "123.45", Decimal("123.45"), 123.45
     assert numbers == [[{"id": value}] * 2 for value in written]
-    assert moments == [{"id": AT}]
+    assert (moments, maps) == ([{"id": AT}], [{"id": {"a": 1}}])
     assert each_decoded(
         spark,
         (Json(), keys, text),

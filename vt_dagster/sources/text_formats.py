@@ -1159,7 +1159,7 @@ def _payload(row: Column, wanted: StructType) -> Column:
         return payload
     own, name, packed = texts_of(wanted), wanted.names[0], _has_columns(row)
     inner = F.when(packed, F.from_json(payload, own))
-    if isinstance(wanted.fields[0].dataType, ArrayType | StructType):
+    if isinstance(wanted.fields[0].dataType, ArrayType | MapType | StructType):
         return inner
     value = F.when(packed, inner[name]).otherwise(payload)
     return F.struct(value.alias(name))
