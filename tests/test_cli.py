@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from vt_dagster.cli import explain as of_explain
 from vt_dagster.cli import run as of_run
 from vt_dagster.cli import setup as of_setup
 from vt_dagster.cli import tables as of_tables
+from vt_dagster.cli.lookup import json_text
 from vt_dagster.conformance import runner as of_conformance
 from vt_dagster.errors import StorageError
 from vt_dagster.runs.plan import plan
@@ -315,6 +318,12 @@ def test_rows_as_json(tmp_path: Path, command: str) -> None:
     done = CliRunner().invoke(app, [command, "prices", "--key", "pear", "--json"], env=about)
     (row,) = map(json.loads, done.output.splitlines())
     assert (row["k"], row["v"]) == ("pear", "2")
+
+
+def test_numbers_that_json_lacks_are_texts() -> None:
+    row = {"a": math.nan, "b": [-math.inf, 1.5], "c": {"d": Decimal("1.50")}, "e": 2**63}
+    told = json_text(row)
+    assert told == '{"a": "NaN", "b": ["-Infinity", 1.5], "c": {"d": "1.50"}, "e": 9223372036854775808}'
 
 
 def test_help_lists_every_command() -> None:

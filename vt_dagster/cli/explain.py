@@ -6,7 +6,6 @@ warehouse.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from vt_dagster.cli.lookup import Known, OptionalKey, Warehouse
+from vt_dagster.cli.lookup import Known, OptionalKey, Warehouse, json_text
 from vt_dagster.errors import DefinitionsError, counted
 from vt_dagster.provenance.explain import MOST
 from vt_dagster.provenance.explain import explain as explained
@@ -76,7 +75,7 @@ def explain(
         most=most,
     )
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+        typer.echo(json_text(found.as_json(), indent=2))
     else:
         for line in _lines(found):
             typer.echo(line)
@@ -179,7 +178,7 @@ def lateness(
     if picture is not None:
         picture.write_text(drawn(found), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
+        typer.echo(json_text(found.as_json(), indent=2))
     else:
         _print_lateness(found)
     raise typer.Exit(0 if found.passed else 1)

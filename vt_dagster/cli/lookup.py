@@ -127,7 +127,13 @@ def history(
 def _print_json(rows: Sequence[dict[str, Any]]) -> None:
     """Prints a line of JSON for each row: times as text in UTC, decimals and bytes as text."""
     for row in rows:
-        typer.echo(json.dumps(row, ensure_ascii=False, default=str))
+        typer.echo(json_text(row))
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Returns a value as JSON; NaN and infinities, which JSON lacks, become texts, as in Spark."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=str)
+    return json.dumps(plain, indent=indent, ensure_ascii=False)
 
 
 def _require_asset(warehouse: str, table: str) -> None:
