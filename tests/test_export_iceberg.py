@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from vt_dagster import TopologyError, build_export
 from vt_dagster.errors import ConcurrentRunError, StorageError
 from vt_dagster.runs.erase import KEPT_ICEBERG, erase
 from vt_dagster.runs.export import ExportRun, export_of, last_export
+from vt_dagster.runs.truncate_log import truncate_logs
 from vt_dagster.storage.iceberg import ATTEMPT, BATCH, IcebergTable, renew
 
 pytestmark = pytest.mark.usefixtures("few_rows")
@@ -447,6 +450,24 @@ def test_erase_without_new_records_is_exported(copy: Market, lake: Catalog, tmp_
     assert way.run()
     assert {row[0] for row in rows(lake.load_table("bi.sales"))} == {"b"}
     assert way.run() is None
+
+
+def test_erase_of_truncated_log_is_exported(copy: Market, lake: Catalog, tmp_path: Path) -> None:
+    """The erased key leaves the export of a log, also if rows that the log no longer has leave with it:
+    the export would keep the key if it were refused, as it is without an erase."""
+    way, place = export_run(copy, copy.rates, "log", tmp_path / "rates"), "lake:bi.rates"
+    assert way.run()
+    (key, *_), *_ = rows(lake.load_table("bi.rates"))
+    short, keep = replace(copy.rates, log_retention=timedelta(0)), timedelta(0)
+    about: Any = {"exports": [place], "keep": keep, "now": 2**52}
+    assert truncate_logs(str(copy.warehouse), copy.spark, [short], **about)["rates"] > 0
+    wider = export_run(copy, copy.rates, "log", tmp_path / "rates", with_columns=["offset"])
+    with pytest.raises(StorageError, match="rates_export: expected the log of rates from 0:0 on"):
+        wider.run()
+    about = {"key": [key], "reason": "asked to", "among": copy.nodes}
+    erase(str(copy.warehouse), copy.rates, copy.spark, exports=[place], **about)
+    assert way.run()
+    assert key not in {row[0] for row in rows(lake.load_table("bi.rates"))}
 
 
 NAMED: dict[str, Any] = {"iceberg_catalog": "lake", "catalog_table": "bi.prices"}

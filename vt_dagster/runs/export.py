@@ -251,6 +251,9 @@ class ExportRun:
         self._require_name()
         appends = before is not None and same and export.what == "log"
         start = before.next_offset if before is not None and appends else {}
+        # After an erase the whole table is written, without the rows that the log no longer has either.
+        if export.what == "log" and (before is None or before.export is not None):
+            require_not_truncated(export.name, export.node.name, start, head.commit)
         rows, number = self._rows(at, start, now)
         rows = parquet.packed(rows, number, for_others=True)
         if now is not None:
@@ -323,7 +326,6 @@ class ExportRun:
         export, store = self.export, self._store
         number = at.total - sum(start.values())
         if export.what == "log":
-            require_not_truncated(export.name, export.node.name, start, at.head.commit)
             rows = store.log(start, at.head)
         elif export.what == "versions":
             rows = as_read(export.node, store.view_at(at))
