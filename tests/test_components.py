@@ -442,6 +442,16 @@ BROKEN = {
         'bootstrap_servers: "{{ env.NOT_THERE }}:9093"',
         "expected a value of {{ env.NOT_THERE }}:9093, got none; set the environment variable",
     ),
+    "variable within a filter": (
+        "bootstrap_servers: broker:9093",
+        'bootstrap_servers: "{{- env.NOT_THERE | lower }}:9093"',
+        "expected a value of {{- env.NOT_THERE | lower }}:9093, got none; set the environment",
+    ),
+    "part of the context": (
+        "bootstrap_servers: broker:9093",
+        'bootstrap_servers: "{{ context.nowhere }}:9093"',
+        "nowhere",
+    ),
     "name within a text": (
         "bootstrap_servers: broker:9093",
         'bootstrap_servers: "{{ nowhere }}:9093"',
@@ -691,7 +701,8 @@ def test_templates_of_other_values_than_texts(shop: str, monkeypatch: pytest.Mon
         assert isinstance(prices := nodes["prices"].source, FilesSource)
         assert prices.format == "csv"
         assert nodes["makers"].path == ("a", "b", "makers")
-    place = "{{ context.project_root }}/lake"
+    place = "{{ context.project_root }}{% if env.NOT_SET %}/{{ env.NOT_SET }}{% endif %}"
+    place += "/{{ nowhere | default('lake') }}"
     with project(re.sub("warehouse: .*", f'warehouse: "{place}"', text, count=1)) as defs:
         resources: Any = defs.resources
         found = Path(resources["vt_dagster_warehouse"].path)

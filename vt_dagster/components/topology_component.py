@@ -12,7 +12,6 @@ import difflib
 import importlib
 import inspect
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get
 import dagster as dg
 import pandera.pyspark as pa
 import pyspark.sql.types as T
-from jinja2 import Environment
-from jinja2.meta import find_undeclared_variables
+from jinja2 import Undefined, UndefinedError
+from jinja2.nativetypes import NativeEnvironment
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -983,7 +982,29 @@ def _session(settings: str) -> SparkResource:
     return SparkResource(**json.loads(settings))
 
 
-_JINJA = Environment()
+class _Unset(Undefined):
+    """A name or environment variable that is not set. Within a text, Dagster would leave it out, or
+    write None; a default, or a condition, takes it as not set."""
+
+    __iter__ = __str__ = __len__ = Undefined._fail_with_undefined_error  # pyright: ignore
+
+
+class _Variables:
+    """The environment variables of templates, ``env.NAME`` or ``env('NAME', 'default')``."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._env(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._env, name)
+        return _Unset(name=f"{_ENV}{name}") if found is None else found
+
+
+_ENV = "env."
+_JINJA = NativeEnvironment(undefined=_Unset)
 
 
 def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
@@ -994,15 +1015,20 @@ def _rendered(value: Any, context: dg.ResolutionContext) -> Any:
         return [_rendered(v, context.at_path(i)) for i, v in enumerate(value)]
     if not is_template(value):
         return value
-    found = context.resolve_value(value)
-    # Within a text, Dagster leaves out an unknown name.
-    unknown = find_undeclared_variables(_JINJA.parse(value)) - {*context.scope, *_JINJA.globals}
-    if unknown:
+    try:
+        found = _JINJA.from_string(value).render(
+            {**context.scope, "env": _Variables(context.scope["env"])}
+        )
+        unset = found._undefined_name if isinstance(found, _Unset) else None
+    except UndefinedError as error:
+        found, unset = None, str(error).strip("'")
+    except Exception:
+        return context.resolve_value(value)  # fails with Dagster's own message
+    if unset is not None and not unset.startswith(_ENV):
+        context.resolve_value(value)  # which may fail too
         said = f"expected names in {value} among {', '.join(sorted(context.scope))}; correct it"
         raise DefinitionsError(_placed(context, (), said))
-    # Within a text, a variable that is not set would become the word None.
-    variables = re.findall(r"\{\{\s*env\.(\w+)\s*\}\}", value)
-    if found is None or not {*variables} <= {*os.environ}:
+    if found is None or unset is not None:
         said = f"expected a value of {value}, got none; set the environment variable, or a value"
         raise DefinitionsError(_placed(context, (), said))
     return found
