@@ -478,9 +478,10 @@ def test_file_format_is_detected_by_magic_bytes(spark: SparkSession, tmp_path: P
 
 @pytest.mark.parametrize("header", ["ORC,n", "PAR1,n", "BZh9,n", "PK,n", "Obj,n", "%PDF,n", "x^2,n"])
 def test_text_starting_like_magic_bytes(spark: SparkSession, tmp_path: Path, header: str) -> None:
-    write(tmp_path, "1.csv", f"{header}\na,1\n")
+    write(tmp_path, "1.csv", f"{header}\n" + 300 * "a,1\n")  # more than what is looked at
     schema = StructType([StructField(header.split(",")[0], StringType()), ROW.fields[1]])
-    assert read(spark, FilesSource(str(tmp_path), "csv"), schema) == [("1.csv", 2, "a", 1)]
+    found = read(spark, FilesSource(str(tmp_path), "csv"), schema)
+    assert found == [("1.csv", line, "a", 1) for line in range(2, 302)]
 
 
 # -- options -----------------------------------------------------------------------------------------

@@ -273,9 +273,7 @@ class Lenient(pa.DataFrameModel):
 def test_warning_only_check(spark: SparkSession, on_contract_break: Any) -> None:
     about: Any = {"timestamp": "at", "on_contract_break": on_contract_break}
     driver = TopologyTestDriver(Stream("sales", key="k", schema=Lenient, **about), spark=spark)
-    said = (
-        r"sales: the check (is_a_price|one_shop), which has raise_warning=True, is broken by (1|some)"
-    )
+    said = r"sales: the check (is_a_price|one_shop), which holds no record back .* by (1|some) record"
     with pytest.warns(UserWarning, match=said) as told:
         driver.pipe("sales", {"k": "a", "v": "xa", "at": 1}, {"k": "b", "v": "pb", "at": 2})
     assert [row["v"] for row in driver.read("sales")] == ["xa", "pb"]

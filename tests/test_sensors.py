@@ -229,7 +229,7 @@ def test_changed_file_is_skip_reason(market: Market, tmp_path: Path) -> None:
     finally:
         shutil.copy2(kept, landed)
     assert "1 consumed file in" in said
-    assert "changed since, for example" in said
+    assert "changed later, for example" in said
     assert evaluate(market).startswith("no new jsonl files")
 
 

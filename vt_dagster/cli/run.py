@@ -212,7 +212,7 @@ def load_topology(file: Path | None, module: str | None, warehouse: str | None) 
             f"expected streams and tables in {where}, found none; name the module or the file that "
             "declares them, with --module or --file"
         )
-    graphs = [one.every.resolve_asset_graph() for one in locations]
+    graphs = [graph_of(one.every) for one in locations]
     declared_assets = [one for graph in graphs for one in graph.assets_defs]
     parts = [one.defs for one in locations if one.defs is not one.every]
     chosen = {"/".join(node.path) for part in parts for node, _ in declared_nodes(part)}
@@ -255,6 +255,16 @@ def accepted() -> Iterator[None]:
         raise DefinitionsError(
             f"expected resources and run config that Dagster accepts, got: {text}; correct them"
         ) from error
+
+
+def graph_of(defs: dg.Definitions) -> Any:
+    """Returns the graph of the assets.
+
+    Raises:
+        DefinitionsError: Dagster does not accept the definitions: for example, a resource is missing.
+    """
+    with accepted():
+        return defs.resolve_asset_graph()
 
 
 def load_locations(file: Path | None, module: str | None, variables: bool = False) -> list[Location]:
@@ -415,7 +425,7 @@ def run_checks(defs: dg.Definitions, selection: str = "*") -> list[CheckResult]:
     Raises:
         DefinitionsError: the selection is invalid.
     """
-    graph = defs.resolve_asset_graph()
+    graph = graph_of(defs)
     assets = selected(graph, selection)
     chosen = [key for key in graph.asset_check_keys if key.asset_key in assets]
     if not chosen:
@@ -616,7 +626,7 @@ def run(
     """
     started, failed, found = time.monotonic(), False, False
     for defs in (one.defs for one in load_locations(file, module)):
-        graph = defs.resolve_asset_graph()
+        graph = graph_of(defs)
         keys = selected(graph, selection) & graph.materializable_asset_keys
         if parted := partitioned(graph, keys):
             keys -= parted

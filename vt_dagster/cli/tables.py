@@ -37,6 +37,7 @@ from vt_dagster.cli.run import (
     DefinitionsModule,
     Topology,
     accepted,
+    graph_of,
     instance_of,
     load_locations,
     load_topology,
@@ -570,11 +571,7 @@ def catalog(
     asset that only another code location declares counts as removed.
     """
     found = [one.every for one in load_locations(file, module)]
-    declared = {
-        key.to_user_string()
-        for defs in found
-        for key in defs.resolve_asset_graph().get_all_asset_keys()
-    }
+    declared = {key.to_user_string() for defs in found for key in graph_of(defs).get_all_asset_keys()}
     end = warehouse_key("")
     places = [
         (defs.resources or {}, key.removesuffix(end))

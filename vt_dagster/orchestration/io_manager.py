@@ -128,8 +128,8 @@ class TablesIOManager(dg.IOManager):
             if warning is not None:
                 context.log.warning(warning)
         kind = context.dagster_type.typing_type
-        of_optional = get_args(kind)
-        if of_optional[1:] == (type(None),):
+        of_optional = [one for one in get_args(kind) if one is not type(None)]
+        if type(None) in get_args(kind) and len(of_optional) == 1:
             kind = of_optional[0]
         annotated = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
         library = _LIBRARIES.get(annotated.partition(".")[0])

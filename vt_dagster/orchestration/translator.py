@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import dagster as dg
@@ -33,8 +33,8 @@ class SpecAttributes(TypedDict, total=False):
     translator's."""
 
     tags: Mapping[str, str]
-    owners: Sequence[str]
-    kinds: set[str] | Sequence[str]
+    owners: Collection[str]
+    kinds: Collection[str]
     metadata: Mapping[str, Any]
     description: str
     group_name: str

@@ -251,8 +251,8 @@ class ExportRun:
         self._require_name()
         appends = before is not None and same and export.what == "log"
         start = before.next_offset if before is not None and appends else {}
-        # After an erase the whole table is written, without the rows that the log no longer has either.
-        if export.what == "log" and (before is None or before.export is not None):
+        # A first export has what the log has. So has one after an erase, or it would keep the key.
+        if export.what == "log" and before is not None and before.export is not None:
             require_not_truncated(export.name, export.node.name, start, head.commit)
         rows, number = self._rows(at, start, now)
         rows = parquet.packed(rows, number, for_others=True)

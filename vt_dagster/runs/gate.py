@@ -717,8 +717,8 @@ def _warn(node: Stream, broken: dict[str, int]) -> None:
     """
     for name, count in broken.items():
         warnings.warn(
-            f"{node.name}: the check {name}, which has raise_warning=True, is broken by "
-            f"{_some_records(count)}; they are not held back",
+            f"{node.name}: the check {name}, which holds no record back (raise_warning=True), is "
+            f"broken by {_some_records(count)}",
             stacklevel=2,
         )
 

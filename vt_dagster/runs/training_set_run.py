@@ -193,7 +193,8 @@ class TrainingRun:
         if head is not None and head.commit.log == wanted.log:
             at = store.known_at(wanted.recorded_at)
         if at.head is None or wanted != position_of(at):
-            got = "none" if at.head is None else f"batch {at.head.commit.batch} of another log or run"
+            got = "no log" if head is None else "another log"
+            got = got if at.head is None else f"batch {at.head.commit.batch} of another run"
             raise StorageError(
                 f"{self.declared.name}: expected the log of {name} as of batch {wanted.batch}, got "
                 f"{got}: it was rebuilt, or restored from a backup, since then; make the set without a "

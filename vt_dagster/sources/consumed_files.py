@@ -357,7 +357,7 @@ def unconsumed(directory: str, memory: Memory) -> list[FileInfo]:
     if changed:
         name, change = next(iter(changed.items()))
         raise SourceError(
-            f"{counted(len(changed), 'consumed file')} in {directory} changed since, for "
+            f"{counted(len(changed), 'consumed file')} in {directory} changed later, for "
             f"example {name}: {change}; a file is consumed once, so deliver new records in a new file "
             "and put the old one back"
         )
@@ -550,7 +550,8 @@ def _is_zlib(head: bytes) -> bool:
         stream.decompress(head)
     except zlib.error:
         return False
-    return stream.eof or len(head) == HEAD
+    # Of a text that begins with such letters, repeated lines may be readable codes too.
+    return stream.eof or (len(head) == HEAD and _control(head))
 
 
 def byte_order(head: bytes) -> str | None:

@@ -685,8 +685,8 @@ class DeltaSource(Repeatable):
     def repeated_runs(self, live: AssetStore, head: Head, keep_recorded: bool) -> Iterator[RepeatedRun]:
         """Yields a run for each run of the asset, up to its version; without system times, only the
         runs that a longer one would not equal."""
-        self.require_same(live)
         every = [one for one in commits(live.root) if DELTA in one.taken]
+        self._require_same_table(live, every)
         for commit, after in zip(every, [*every[1:], None], strict=True):
             gaps = DELTA in commit.gaps, after is not None and DELTA in after.gaps
             # How rows or changes are split into runs does not change the log, but for its system times.
@@ -701,7 +701,9 @@ class DeltaSource(Repeatable):
             yield RepeatedRun()
 
     def require_same(self, live: AssetStore) -> None:
-        every = [one for one in commits(live.root) if DELTA in one.taken]
+        self._require_same_table(live, [one for one in commits(live.root) if DELTA in one.taken])
+
+    def _require_same_table(self, live: AssetStore, every: Sequence[Commit]) -> None:
         now = ForeignTable(str(self.path)).id if every else ""
         for commit in every:
             then = commit.topics[DELTA].partition("@")[0]

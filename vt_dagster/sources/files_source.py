@@ -779,9 +779,9 @@ class PinnedFiles(Limited):
         if gone:
             removed = counted(len(gone), "file was", "files were")
             return SourceError(
-                f"{self.source.path}: expected the files of the run, but {removed} removed before it "
-                f"had read them, for example {gone[0]}; nothing was committed. Put them back or run "
-                "without them"
+                f"{self.source.path}: expected the files of the run, but {removed} removed before the "
+                f"run had read them all, for example {gone[0]}; nothing was committed. Put them back or "
+                "run without them"
             )
         text = unquote(str(error))
         broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in text), None)

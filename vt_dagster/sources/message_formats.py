@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from functools import reduce
 from hashlib import md5
 from importlib.util import find_spec
@@ -78,7 +79,7 @@ from vt_dagster.topology.options import check_types
 def _is_placeholder(value: Column, kind: DataType, placeholder: str) -> Column:
     """Returns whether a value is the placeholder. Debezium writes it by type: the text's bytes, also as
     base64 or hexadecimal digits, an array of the text, of its bytes, of its UUID or of its character
-    codes (also as days), a map from the text to itself, a geometry of a place that does not exist."""
+    codes (also as days), a map from the text to itself."""
     coded = placeholder.encode()
     if isinstance(kind, StringType):
         of_map = f'{{"{placeholder}":"{placeholder}"}}'  # hstore as JSON
@@ -95,23 +96,16 @@ def _is_placeholder(value: Column, kind: DataType, placeholder: str) -> Column:
             )
         return (F.size(value) == 1) & found
     if isinstance(kind, ArrayType) and isinstance(kind.elementType, _CODES):
-        codes = F.array(*[F.lit(code) for code in memoryview(coded).cast("b")])
+        codes: list[Any] = list(memoryview(coded).cast("b"))
         if isinstance(kind.elementType, DateType):
-            codes = F.transform(codes, F.date_from_unix_date)
-        return value == codes.cast(ArrayType(kind.elementType))
+            codes = [date(1970, 1, 1) + timedelta(days=code) for code in codes]
+        return value == F.array(*map(F.lit, codes)).cast(ArrayType(kind.elementType))
     if isinstance(kind, MapType) and isinstance(kind.keyType, StringType):
         return F.map_contains_key(value, placeholder)
-    if isinstance(kind, StructType) and BinaryType() in [f.dataType for f in kind if f.name == "wkb"]:
-        return F.hex(value["wkb"]).isin(*_NO_PLACES)
     return F.lit(False)
 
 
 _CODES = (ShortType, IntegerType, LongType, DateType)
-_NO_PLACES = (
-    "0101000020E6100000000000FC83D797C1000000FC83D797C1",
-    "0101000020E61000000C21E7FDFF7F66401842CEFBFF7F5640",
-)
-"""The points that stand for a geometry and a geography of PostGIS, in WKB."""
 
 
 # Kafka serializers
@@ -604,11 +598,11 @@ class Debezium(Format):
             ``add.fields`` adds them, are ``op`` and ``source.ts_ms``.
         unavailable: the placeholder for an unchanged value that the database did not send
             (``unavailable.value.placeholder``; PostgreSQL's TOAST), in strings and bytes, also base64
-            or hexadecimal digits, in arrays of strings, bytes, integers or dates, in maps, and in
-            geometries of PostGIS. A versioned table takes the value of the key's previous record in the
-            topic's order. The record is unreadable without a previous record, in other nodes, and with
-            ``tie_break``: in tables of whole rows always, with partial updates if the column of
-            ``tie_break`` or ``valid_until`` is unchanged. None: an ordinary value.
+            or hexadecimal digits, in arrays of strings, bytes, integers or dates, and in maps. A
+            versioned table takes the value of the key's previous record in the topic's order. The
+            record is unreadable without a previous record, in other nodes, and with ``tie_break``: in
+            tables of whole rows always, with partial updates if the column of ``tie_break`` or
+            ``valid_until`` is unchanged. None: an ordinary value.
     """
 
     format: Json | Avro = field(default_factory=Json)

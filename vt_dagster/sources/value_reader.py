@@ -176,9 +176,14 @@ def of_number(text: Column, kind: DataType, unit: str | Column | None) -> Column
         return F.lit(None).cast(kind)
     whole = F.when(F.rlike(text, F.lit(_WHOLE)), text.try_cast("bigint"))
     if isinstance(unit, str):
-        exact = _decimal(text, DecimalType(28, 9))
-        whole = F.coalesce(whole, F.when(exact == F.floor(exact), exact.try_cast("bigint")))
-        return _moment(_micros_of(whole, exact, unit), kind)
+
+        def of_fraction(exact: Column) -> Column:
+            same = F.when(exact == F.floor(exact), exact.try_cast("bigint"))
+            return _micros_of(same, exact, unit)
+
+        odd = rarely(_decimal(text, DecimalType(28, 9)), of_fraction)
+        micros = F.coalesce(_micros_of(whole, None, unit), odd)
+        return rarely(micros, lambda found: _moment(found, kind))
     factors = F.create_map(*[F.lit(part) for pair in _MICROS.items() for part in pair])
     micros = F.try_multiply(whole, F.try_element_at(factors, unit).cast("bigint"))
     nanos = F.when(unit == "nanos", _micros_of(whole, None, "nanos"))

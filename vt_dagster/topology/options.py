@@ -191,6 +191,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind in (tuple, Sequence):
         # Lists are accepted for tuples: declarations convert them.
         return _holds(value, Sequence, parts[0]) and not isinstance(value, str | bytes)
+    if kind is Collection:
+        return _holds(value, Collection, parts[0]) and not isinstance(value, str | bytes | Mapping)
     if kind in (dict, Mapping):
         return _holds(value, Mapping, parts[0]) and all(_fits(v, parts[1]) for v in value.values())
     if hint in (int, float):
@@ -246,11 +248,13 @@ def _in_words(hint: Any) -> str:
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType, Literal):
         return " or ".join(repr(part) if kind is Literal else _in_words(part) for part in parts)
+    if kind in (dict, Mapping) and parts[1] is str:
+        return "a mapping of texts"
     if kind in (dict, Mapping) or (parts and get_origin(parts[0]) is tuple):
         return "a mapping"  # or its pairs, which declarations make of it
     if kind is tuple and ... not in parts:
         return f"a pair of {' and '.join(map(_in_words, parts))}"
-    if kind in (tuple, Sequence) and get_origin(parts[0]) is None:
+    if kind in (tuple, Sequence, Collection) and get_origin(parts[0]) is None:
         return f"a list of {_in_words(parts[0]).removeprefix('a ')}s"
     if kind in (tuple, Sequence):
         return f"a list, each element {_in_words(parts[0])}"
