@@ -164,7 +164,7 @@ def test_translator_cannot_change_key_or_partitions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"kinds": "silver"}, "kinds to be a set or a list of texts, got 'silver'"),
+        ({"kinds": "silver"}, "kinds to be a list of texts, got 'silver'"),
         ({"owners": "team:shop"}, "owners to be a list of texts, got 'team:shop'"),
         ({"metadata": ["runbook"]}, r"metadata to be a mapping, got \['runbook'\]"),
         ({"freshness_policy": timedelta(hours=1)}, "freshness_policy to be a FreshnessPolicy, got"),

@@ -780,8 +780,8 @@ class PinnedFiles(Limited):
             removed = counted(len(gone), "file was", "files were")
             return SourceError(
                 f"{self.source.path}: expected the files of the run, but {removed} removed before the "
-                f"run had read them all, for example {gone[0]}; nothing was committed. Put them back or "
-                "run without them"
+                f"run had read them all, for example {gone[0]}; nothing was committed. Put them back, "
+                "or run without them"
             )
         text = unquote(str(error))
         broken = next((f for f in self.files if unquote(f.path).removeprefix("file:") in text), None)
