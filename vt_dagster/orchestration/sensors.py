@@ -666,8 +666,8 @@ def _warn_of_partitions(
     gone = sorted(partition for partition, why in wrong.items() if why.forgotten)
     if gone:
         context.log.warning(
-            f"{asset}: {counted(len(gone), 'partition')} may be stale, but before the "
-            f"history of {table}: {', '.join(gone[:10])}"
+            f"{asset}: {counted(len(gone), 'partition')} may be stale, with times before "
+            f"the history of {table}: {', '.join(gone[:10])}"
         )
     unsure = Counter(one.why for one in wrong.values() if one.why in UNDECIDABLE and not one.forgotten)
     for why, count in unsure.items():
